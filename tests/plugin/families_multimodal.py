@@ -102,12 +102,9 @@ STEP_SETTINGS = dict(
     ),
 )
 STEP_IMAGES = dict(width=64, layers=1, heads=2, image_size=56, patch_size=14, mlp_ratio=1.0)
+TOWER = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 # MiniMax-M3's images, and what engines read and transformers does not write.
-M3_VISION = dict(
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=1,
-    num_attention_heads=2,
+M3_VISION = TOWER | dict(
     image_size=56,
     patch_size=14,
     img_token_compression_config=dict(spatial_merge_size=2, temporal_patch_size=2),
@@ -150,11 +147,8 @@ MULTIMODAL: dict[str, Family] = {
         by_stock=("sglang",),
         inside=TEXT,
         around=dict(
-            vision_config=dict(
-                hidden_size=64,
-                intermediate_size=64,
-                num_hidden_layers=1,
-                num_attention_heads=2,
+            vision_config=TOWER
+            | dict(
                 num_key_value_heads=2,
                 head_dim=32,
                 global_head_dim=32,
@@ -295,11 +289,8 @@ MULTIMODAL: dict[str, Family] = {
         {},
         inside=TEXT,
         around=dict(
-            vision_config=dict(
-                hidden_size=64,
-                intermediate_size=64,
-                num_hidden_layers=1,
-                num_attention_heads=2,
+            vision_config=TOWER
+            | dict(
                 image_size=56,
                 patch_size=14,
             ),
