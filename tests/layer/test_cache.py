@@ -224,7 +224,7 @@ def test_looks_leave_time(
     wait = max(gaps[-1], caches.TICK_SECONDS)
     cache._budget, cache._filled, now = 0.0, now, now + wait
     cache._fill_budget()
-    rate = 1e9 * (1 if pays else 1 / 16)
+    rate = 1e9 * (1 if pays else 1 / 64)
     assert cache._budget == pytest.approx(wait * rate, rel=0.1)
 
 

@@ -79,11 +79,11 @@ def test_moves_that_gain_nothing_get_little_of_the_bus() -> None:
         cache._budget = 0.0
         cache._fill_budget()
         shares.append(cache._budget / (cache.rate or 1) / 0.01)
-    assert shares[0] == pytest.approx(1) and shares[1] == pytest.approx(1 / 16)
+    assert shares[0] == pytest.approx(1) and shares[1] == pytest.approx(1 / 64)
 
 
 @pytest.mark.parametrize(
-    ("mean", "share"), [(-1, 1 / 16), (0.5, 1 / 16), (1, 0.25), (2, 0.75), (2.5, 1), (9, 1)]
+    ("mean", "share"), [(-1, 1 / 64), (0.5, 1 / 64), (1, 0.25), (2, 0.75), (2.5, 1), (9, 1)]
 )
 def test_uploads_take_as_much_as_they_gain(mean: float, share: float) -> None:
     gain = Gain()

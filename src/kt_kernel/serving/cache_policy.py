@@ -13,13 +13,15 @@ from ..routes.policies import DecayedLFU
 from ..runtime.variant import native
 
 _SHORT, _LONG = 3, 64  # tokens after which a use counts half: of recency, and of frequency
-MOVES = 2  # of a layer, at one look: with 4, there are more uploads, and no more hits
+MOVES = 4  # of a layer, at one look
 _MOST = 64  # of all layers: what is not moved now is wanted again at the next look
 _WINDOW = 64  # tokens after which a move is judged
 _MEMORY = 128  # moves over which their gain is averaged
 _WORTH = 0.5  # uses per move, below which moving does not pay
 _FULLY = 2.5  # uses per move, from which moves may take all of their rate
-_LITTLE = 1 / 16  # of the rate, while moves do not pay, to notice when they do
+# Of the rate, while moves do not pay, to notice when they do. With a sixteenth of a PCIe 5 bus,
+# decoding without locality took 4 to 6% longer; with this, 1%.
+_LITTLE = 1 / 64
 _JUDGED_AT_ONCE = 4096  # moves that wait for their judgement
 
 
