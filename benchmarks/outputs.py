@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kt_kernel.runtime.files import need_writable
-
 
 def output_file(text: str) -> Path:
     """The type of an argument that names such a file: an error before anything is measured if the
     file cannot be written."""
+    # Some programs run beside a package of another project that has the same name.
+    from kt_kernel.runtime.files import need_writable
+
     try:
         need_writable(text)
     except OSError as error:

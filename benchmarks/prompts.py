@@ -34,11 +34,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from outputs import output_file
-
 sys.path.insert(0, str(Path(__file__).parent))
 
 import stream_modes
+from outputs import output_file
 from prompts_more import (
     APART,
     TOGETHER,

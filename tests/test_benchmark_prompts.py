@@ -310,3 +310,12 @@ def test_a_table_of_engines_in_turns(module: Any) -> None:
         "- broken: cannot load",
     ):
         assert line in lines, lines
+
+
+def test_a_worker_beside_another_package_of_our_name(tmp_path: Path) -> None:
+    """kt-kernel's package is called kt_kernel, too."""
+    (tmp_path / "kt_kernel").mkdir()
+    (tmp_path / "kt_kernel" / "__init__.py").write_text("")
+    code = "import kt_kernel, prompts_worker; assert not hasattr(kt_kernel, '__version__')"
+    path = os.pathsep.join([str(tmp_path), str(FOLDER)])
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, check=True)
