@@ -361,7 +361,7 @@ PARTS = (
         "Made by `benchmarks/prompts_turns.py`, with the measured threshold. The engines of a "
         "group were started side by side, measured their rates one at a time, and served in turns. "
         "RAWINT4 is a checkpoint of that format. Hot experts have 16 bits in all formats.",
-        ["2026-11-30-turns-h200"],
+        ["2026-11-30-turns-h200", "2026-11-30-turns-quarter-h200"],
         in_turns,
     ),
     Part(
@@ -440,8 +440,14 @@ PARTS = (
         "Made by `training_versions.py`, before and after transposed products became one sum for "
         "each block. Phases at 2,048 tokens are those of a build with marks: their milliseconds, "
         "and in parentheses how long threads worked on average. In the second and third result, "
-        "rows are also taken in one phase; these machines were busy.",
-        ["2026-11-30-sft-amx", "2026-11-30-sft-amx-rows", "2026-11-30-sft-avx2-versions"],
+        "rows are also taken in one phase; these machines were busy. In the last one, products "
+        "with down are kept by pair, and what follows products goes by 32 rows.",
+        [
+            "2026-11-30-sft-amx",
+            "2026-11-30-sft-amx-rows",
+            "2026-11-30-sft-avx2-versions",
+            "2026-11-30-sft-amx-pairs",
+        ],
         versions_table,
     ),
     Part(
@@ -456,9 +462,10 @@ PARTS = (
     Part(
         "Fine-tuning: what parts of a step take on AMX",
         "Steps of a build with switches and marks, without AdamW, before products with down were "
-        "kept by pair. All variants take turns, step by step. Ratios are medians of those to the "
-        "usual steps around. Most variants compute something else, or leave something out.",
-        ["2026-11-30-sft-amx-ablation"],
+        "kept by pair (first result) and after that (second one, in fewer rounds and beside other "
+        "work). All variants take turns, step by step. Ratios are medians of those to the usual "
+        "steps around. Most variants compute something else, or leave something out.",
+        ["2026-11-30-sft-amx-ablation", "2026-11-30-sft-amx-prefetches"],
         training_ablation,
     ),
     Part(
