@@ -3,6 +3,7 @@ writes, and of Gemma 4, whose experts are not inside an MLP module."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,20 @@ NAMES = [
     name
     for name, family in FAMILIES.items()
     if family.dropped or family.renamed or family.transposed or name.startswith("Gemma4")
+    if name != "MistralLarge3ForCausalLM"  # the names of Mistral's own files, which vLLM reads
 ]
+# Of classes whose config.json has the model_type of another one, with experts at another place.
+MODEL_TYPES = {"DeepseekForCausalLM": "deepseek"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_experts_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     path = make(name, tmp_path / name)
     stacks = FamilyReference(name, path).stacks()
+    if name in MODEL_TYPES:
+        config = path / "config.json"
+        about = json.loads(config.read_text()) | {"model_type": MODEL_TYPES[name]}
+        config.write_text(json.dumps(about))
     checkpoint = open_checkpoint(path)
     layers = checkpoint.layers()
     assert len(layers) == len(stacks)
