@@ -8,7 +8,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from early_table import early
 from prompts_tables import beside_peer, in_turns, prompts
@@ -90,6 +90,28 @@ def peer(content: Content) -> str:
         f"{sentence(content['model'])} {content['gpu']}, {content['cpu']}. {sentence(versions)} "
         f"{content['date']}.\n\n{table}\n\n- {sentence(content['what'])}\n"
         f"- {sentence(content['unsteady'])}"
+    )
+
+
+def speculation(content: Content) -> str:
+    """Tokens per second with and without drafted tokens, by the share of hot experts."""
+
+    def name(row: dict[str, Any]) -> str:
+        hot = "all" if row["hot"] is None else f"{row['hot']:.0%}"
+        return f"{hot} hot, {row['drafted']} tokens drafted"
+
+    lines = [
+        (
+            name(row),
+            [f"{row['accepted']:.0f}", f"{row['rejected']:.0f}", f"{row.get('break_even', 1):.2f}"],
+        )
+        for row in content["rows"]
+    ]
+    shape, method = content["shape"]["name"], content["rows"][0]["method"]
+    return (
+        f"{content['engine']} {content['engine_version']}, {content['layers']} layers of {shape}, "
+        f"{method}; {content['gpu']}, {content['cpu']}. {content['date'][:10]}.\n\n"
+        + grid("tokens/s", ["all accepted", "all rejected", "break-even"], lines)
     )
 
 
@@ -371,6 +393,13 @@ PARTS = (
         "tokens.",
         ["2026-11-30-turns-two-gpus-h200"],
         in_turns,
+    ),
+    Part(
+        "Speculation with n-grams",
+        "Made by `benchmarks/speculative.py`: one request. Without drafted tokens, both columns "
+        "are the same work. The break-even is how many tokens a pass with drafted ones must give.",
+        ["2026-11-30-speculative-vllm-h200"],
+        speculation,
     ),
     Part(
         "Prompts beside kt-kernel's GPU prefill",
