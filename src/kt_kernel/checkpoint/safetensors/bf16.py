@@ -17,7 +17,7 @@ from ..quantization import Quantization
 from .arrangement import halves, stacked_shapes
 from .families import Stacked
 from .layout import Layout, Parts, PerExpert, StackedExperts
-from .matrix import MatrixFormat, two_dimensions
+from .matrix import MatrixFormat
 from .parts import Read
 
 DTYPES = ("BF16", "F16", "F32")
@@ -36,10 +36,6 @@ class Dense(MatrixFormat):
     def __init__(self, dtype: str) -> None:
         super().__init__(WeightForm(BF16))
         self._dtype = dtype
-
-    @classmethod
-    def rows(cls, parts: Parts) -> int:
-        return two_dimensions(parts["weight"])[0]
 
     @classmethod
     def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> Dense:

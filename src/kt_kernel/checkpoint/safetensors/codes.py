@@ -43,10 +43,6 @@ class FixedForm(MatrixFormat):
 class E4m3Codes(FixedForm):
     """weight e4m3 [N, K]."""
 
-    @classmethod
-    def rows(cls, parts: Parts) -> int:
-        return two_dimensions(parts["weight"])[0]
-
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         check_tensor(parts["weight"], E4M3, (rows, columns))
 

@@ -80,8 +80,11 @@ def _with_scale(parts: Parts, columns: int | None) -> type[MatrixFormat]:
                 f"{scale} has shape {list(scale.shape)}; accepted beside I8 weights [N, K]: [N], "
                 "[N, 1], [N, K / group size], or one number"
             )
-        known = columns if len(weight.shape) == 2 else None
-        if known is not None and bits_of(weight, weight.shape[1], known, (4, 8)) == 4:
+        if (
+            columns is not None
+            and len(weight.shape) == 2
+            and bits_of(weight, weight.shape[1], columns, (4, 8)) == 4
+        ):
             return W4AFp8
         return Int8Group if grouped else Int8Row
     if not weight.dtype.startswith("F8_E4M3"):

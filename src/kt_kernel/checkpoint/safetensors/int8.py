@@ -34,10 +34,6 @@ class Int8Row(MatrixFormat):
     stacked = True
 
     @classmethod
-    def rows(cls, parts: Parts) -> int:
-        return two_dimensions(parts["weight"])[0]
-
-    @classmethod
     def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> Int8Row:
         return cls(WeightForm(INT8_ROW))
 
@@ -62,10 +58,6 @@ class Int8Group(MatrixFormat):
     def __init__(self, groups: Groups) -> None:
         super().__init__(WeightForm(Q8_0))
         self._groups = groups
-
-    @classmethod
-    def rows(cls, parts: Parts) -> int:
-        return two_dimensions(parts["weight"])[0]
 
     @classmethod
     def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> Int8Group:

@@ -36,10 +36,6 @@ class W4AFp8(MatrixFormat):
         self._groups = groups
 
     @classmethod
-    def rows(cls, parts: Parts) -> int:
-        return two_dimensions(parts["weight"])[0]
-
-    @classmethod
     def open(cls, parts: Parts, rows: int, columns: int, quantization: Quantization) -> W4AFp8:
         info = scale_of(parts)
         count = two_dimensions(info)[1]
