@@ -50,11 +50,11 @@ def merge(
     """
     from ..routes.load import statistics_of
     from ..routes.statistics import merge as merged
-    from ..runtime.files import need_writable, write_output
+    from ..runtime.files import need_writable
 
     need_writable(output)
     result = merged([statistics_of(file) for file in files], files, decay)
-    write_output(output, result.to_bytes())
+    result.save(output, again=False)
     print(
         f"kt: {output}: {len(files)} files, {len(result.layers)} layers, "
         f"{result.tokens.max():,.0f} tokens of {result.model.describe()}"

@@ -32,19 +32,19 @@ class Contents:
 
 
 def write(
-    path: str, kind: str, tensors: Mapping[str, np.ndarray], model: RoutedModel | None
+    path: str,
+    kind: str,
+    tensors: Mapping[str, np.ndarray],
+    model: RoutedModel | None,
+    *,
+    again: bool = True,
 ) -> None:
-    """Writes the file atomically. Raises OSError."""
-    write_output(path, content(kind, tensors, model), again=True)
-
-
-def content(kind: str, tensors: Mapping[str, np.ndarray], model: RoutedModel | None) -> bytes:
-    """The bytes of a file."""
+    """Writes the file atomically. again: see `write_output`. Raises OSError."""
     metadata = {"kind": kind, "version": VERSION}
     if model is not None:
         metadata["model"] = model.to_json()
     contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
-    return save(contiguous, metadata)
+    write_output(path, save(contiguous, metadata), again=again)
 
 
 def read(path: str, kind: str, shapes: Mapping[str, tuple[Any, str]]) -> Contents:

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..runtime.files import write_output
 from . import files
 from .model import RoutedModel
 
@@ -40,18 +39,14 @@ class ExpertStatistics:
         without tokens."""
         return self.counts / np.maximum(self.tokens, 1e-300)[:, None]
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the file atomically. Raises OSError."""
-        write_output(path, self.to_bytes(), again=True)
-
-    def to_bytes(self) -> bytes:
-        """The content of the file."""
+    def save(self, path: str | os.PathLike[str], *, again: bool = True) -> None:
+        """Writes the file atomically. again: see `write_output`. Raises OSError."""
         tensors = {
             "layers": np.array(self.layers, np.int64),
             "counts": self.counts.astype(np.float64),
             "tokens": self.tokens.astype(np.float64),
         }
-        return files.content(KIND, tensors, self.model)
+        files.write(os.fspath(path), KIND, tensors, self.model, again=again)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExpertStatistics:
