@@ -5,8 +5,8 @@
 `kt bench experts` assumes that what a step missed is there for the next one. Here, the server's
 `ModelCache` decides, looks take time, uploads wait for the bus, and maps are used by the batches
 after them. No GPU is needed. Times are in milliseconds, measured by cache_costs.py. Prints, for
-each number of slots and share of the bus, hit rate, uploads per token and layer, milliseconds per
-step, and looks per step, beside a fixed placement.
+each number of slots and the largest share of the bus that uploads may take, hit rate, uploads per
+token and layer, milliseconds per step, and looks per step, beside a fixed placement.
 """
 
 from __future__ import annotations

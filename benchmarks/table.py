@@ -57,6 +57,17 @@ def sentence(text: str) -> str:
     return text[0].upper() + text[1:] + "."
 
 
+def machine_and_layer(content: dict[str, Any]) -> str:
+    """A result of training: its machine, its layer and its date."""
+    shape = content["shape"]
+    tokens = f", T={content['tokens']}" if "tokens" in content else ""
+    return (
+        f"{content['cpu']}, {content['cpus']} CPUs, {content['threads']} threads, rank "
+        f"{content['rank']}, E={shape['experts']} H={shape['hidden']} I={shape['inter']} "
+        f"k={shape['top_k']}{tokens}. {content['date'][:10]}."
+    )
+
+
 def grid(corner: str, columns: Sequence[str], lines: Iterable[tuple[str, Sequence[str]]]) -> str:
     """A Markdown table. Each line is the name of a row and its cells."""
     head = [f"| {corner} | " + " | ".join(columns) + " |", "| --- " * (len(columns) + 1) + "|"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from saved import Content
-from table import grid
+from table import grid, machine_and_layer
 
 # Phases of products: the column, the matrices of H x I that it multiplies with, and the direction.
 PRODUCTS = {
@@ -48,26 +48,14 @@ def training_phases(content: Content) -> str:
             cells.append(f"{rest:.1f}")
         cells += [f"{ms['adamw']:.1f}", f"{ms['update']:.1f}"]
         lines.append((f"{row['method']}, T={row['tokens']}, {row['version']}", cells))
-    head = (
-        f"{content['cpu']}, {content['cpus']} CPUs, {content['threads']} threads, rank "
-        f"{content['rank']}, E={shape['experts']} H={shape['hidden']} I={shape['inter']} "
-        f"k={shape['top_k']}. {content['date'][:10]}."
-    )
-    return f"{head}\n\n" + grid("ms", columns, lines)
+    return f"{machine_and_layer(content)}\n\n" + grid("ms", columns, lines)
 
 
 def training_ablation(content: Content) -> str:
     """What parts of a step take: milliseconds of the usual step, and ratios to it of variants."""
-    shape, parts = (
-        content["shape"],
-        ("step", "forward", "backward", "gate_up", "down", "inter", "input"),
-    )
+    parts = "step", "forward", "backward", "gate_up", "down", "inter", "input"
     columns = [PRODUCTS[part][0] if part in PRODUCTS else part for part in parts]
-    tables = [
-        f"{content['cpu']}, {content['cpus']} CPUs, {content['threads']} threads, rank "
-        f"{content['rank']}, E={shape['experts']} H={shape['hidden']} I={shape['inter']} "
-        f"k={shape['top_k']}, T={content['tokens']}. {content['date'][:10]}."
-    ]
+    tables = [machine_and_layer(content)]
     for method in dict.fromkeys(row["method"] for row in content["rows"]):
         lines = []
         for row in content["rows"]:

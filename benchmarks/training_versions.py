@@ -23,7 +23,7 @@ from outputs import output_file
 from peer_client import PACKAGE
 from saved import Content
 from shapes import parse_shape
-from table import grid
+from table import grid, machine_and_layer
 from training_layers import SFT_METHODS
 
 PARTS = ("forward", "backward", "step")
@@ -46,13 +46,7 @@ def versions_table(content: Content) -> str:
             ratios = (of[PACKAGE][p] / of["after"][p] for p in ("step", "forward", "backward"))
             cells += [f"{ratio:.2f}" for ratio in ratios]
         lines.append((f"{method}, T={tokens}", cells))
-    shape = content["shape"]
-    head = (
-        f"{content['cpu']}, {content['cpus']} CPUs, {content['threads']} threads, rank "
-        f"{content['rank']}, E={shape['experts']} H={shape['hidden']} I={shape['inter']} "
-        f"k={shape['top_k']}. {content['date'][:10]}."
-    )
-    tables = [head, grid("ms of a step", columns, lines)]
+    tables = [machine_and_layer(content), grid("ms of a step", columns, lines)]
     for direction in ("forward", "backward"):
         if "phases" in content:
             tables.append(_phases({m: of[direction] for m, of in content["phases"].items()}))
