@@ -389,16 +389,16 @@ PARTS = (
     Part(
         "Prompts under tensor parallelism",
         "Made by `benchmarks/prompts_turns.py`: two ranks, half of the experts hot. The engines "
-        "were started side by side and served in turns. Streaming began at a given number of 1,024 "
-        "tokens.",
-        ["2026-11-30-turns-two-gpus-h200"],
+        "were started side by side and served in turns. In the first run, streaming began at a "
+        "given number of 1,024 tokens, in the second one at the measured number.",
+        ["2026-11-30-turns-two-gpus-h200", "2026-11-30-turns-two-gpus-control-h200"],
         in_turns,
     ),
     Part(
         "Speculation with n-grams",
         "Made by `benchmarks/speculative.py`: one request. Without drafted tokens, both columns "
         "are the same work. The break-even is how many tokens a pass with drafted ones must give.",
-        ["2026-11-30-speculative-vllm-h200"],
+        ["2026-11-30-speculative-vllm-h200", "2026-11-30-speculative-sglang-h200"],
         speculation,
     ),
     Part(

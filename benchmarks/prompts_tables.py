@@ -124,7 +124,13 @@ def _begin(row: dict[str, Any]) -> str:
 
 
 def _machine(content: Content) -> str:
-    gpus = "Two H200" if content.get("gpus") == 2 else "One H200"
+    ranks = [
+        row["arguments"].get(name)
+        for row in content["rows"]
+        for name in ("tensor_parallel_size", "tp_size")
+        if "arguments" in row
+    ]
+    gpus = "Two H200" if 2 in ranks else "One H200"
     return (
         f"{content['layers']} layers of {content['shape']['name']}'s shape. {gpus}, "
         f"{content['cpus']} virtual CPUs ({content['cpu']}). {content['date'][:10]}"
