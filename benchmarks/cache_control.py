@@ -20,10 +20,10 @@ from kt_kernel.serving.cache_slots import LayerSlots
 FIXED, MOVING, RESTLESS, STILL = "fixed", "moving", "restless", "still"
 
 
-def about_engine() -> dict[str, Any]:
-    """What a result says of the machine and of vLLM."""
+def about_engine(engine: str = "vllm") -> dict[str, Any]:
+    """What a result says of the machine and of the engine."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"machine": about(), "gpu": gpu, "engine": "vllm", "engine_version": version("vllm")}
+    return {"machine": about(), "gpu": gpu, "engine": engine, "engine_version": version(engine)}
 
 
 class Control:

@@ -2,8 +2,9 @@
 
     ENV/bin/python benchmarks/cache_costs.py --json FILE --shape deepseek-v3 --layers 4
 
-Run it as cache.py, whose engine and routes it uses. All experts have the same weights, so that
-several can share a slot, and an upload can be left out without changing what the engine computes.
+Run it in vLLM's environment as cache.py, whose engine and routes it uses. All experts have the same
+weights, so that several can share a slot, and an upload can be left out without changing what the
+engine computes.
 
 - "curve": times of steps by the share of hot routes, without uploads and without looks. Their slope
   is the CPU's time for an expert, and the last one is the bound for every cache.
@@ -21,17 +22,15 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
-from cache import Bench, arguments
+from cache import arguments, start
 from cache_control import FIXED, MOVING, STILL, about_engine
 
 from kt_kernel.device.cache import CudaCache, allow_captures_elsewhere
@@ -130,8 +129,9 @@ def kernel_times(device: torch.device, experts: int, top_k: int) -> dict[int, fl
 
 
 class Costs:
-    def __init__(self, bench: Bench, args: argparse.Namespace) -> None:
-        self.bench, self.cache, self.control = bench, bench.cache, bench.control
+    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+        self.engine, self.model = engine, engine.model
+        self.cache, self.control = self.model.cache, self.model.control
         self.experts: int = args.shape.experts
         self.beside, self.args = Beside(self.cache), args
         self.bus = self._bus()
@@ -144,9 +144,9 @@ class Costs:
 
     def steps(self, **about: Any) -> dict[str, Any]:
         """Milliseconds of a step, with the placement and the mode of now."""
-        self.bench.times(16)
+        self.engine.times(16)
         before = self.control.counters()
-        times = sorted(self.bench.times(self.args.steps))
+        times = sorted(self.engine.times(self.args.steps))
         after = self.control.counters()
         count = {name: after[name] - before[name] for name in after}
         return about | {
@@ -158,8 +158,8 @@ class Costs:
         }
 
     def hot(self, share: float, mode: str) -> None:
-        self.control.share(round(share * self.experts), lambda: self.bench.times(3))
-        self.bench.routes.use("none", 1)
+        self.control.share(round(share * self.experts), lambda: self.engine.times(3))
+        self.model.use("none", 1)
         self.control.mode = mode
 
     def all(self) -> Iterator[tuple[str, Any]]:
@@ -196,11 +196,10 @@ class Costs:
         self.cache._uploads, self.cache.rate = uploads, given
 
     def moving(self, resident: float, mode: str, rate: float | None) -> dict[str, Any]:
-        bench = self.bench
-        self.control.reset(round(resident * self.experts), lambda: bench.times(3))
-        bench.routes.use("local", 1)
+        self.control.reset(round(resident * self.experts), lambda: self.engine.times(3))
+        self.model.use("local", 1)
         self.control.mode = mode
-        bench.times(16 if mode == FIXED else 300)
+        self.engine.times(16 if mode == FIXED else 300)
         found = self.steps(resident=resident, mode=mode, share_of_bus=rate)
         self.control.mode = FIXED
         return found
@@ -211,7 +210,7 @@ class Costs:
 
         self.hot(1.0, STILL)
         with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-            steps = len(self.bench.times(20))
+            steps = len(self.engine.times(20))
         found: dict[str, float] = defaultdict(float)
         for event in profiled.events():
             found[event.name[:80]] += event.time_range.elapsed_us() / steps
@@ -220,10 +219,9 @@ class Costs:
 
 
 def main() -> None:
-    args = arguments((__doc__ or "").split("\n", maxsplit=1)[0], resident=[0.25, 0.4])
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args, Path(folder))
-    costs = Costs(bench, args)
+    about = (__doc__ or "").split("\n", maxsplit=1)[0]
+    args = arguments(about, resident=[0.25, 0.4], engines=("vllm",))
+    costs = Costs(start(args), args)
     packed = costs.cache.layers[0].packed
     result: dict[str, Any] = about_engine() | {"shape": args.shape._asdict()}
     result |= {"layers": args.layers, "method": args.method, "expert_bytes": packed.expert_bytes}

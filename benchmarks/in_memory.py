@@ -1,8 +1,9 @@
-"""A model with random weights; vLLM's loader takes its experts from memory, not from a file."""
+"""A model with random weights, whose experts come from memory through the loader of an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -10,6 +11,13 @@ from shapes import Shape
 from synthetic import SCALE, config
 
 VOCABULARY = 4096
+LOADERS = {  # and their methods that yield a model's tensors
+    "vllm": (
+        "vllm.model_executor.model_loader.default_loader:DefaultModelLoader",
+        "get_all_weights",
+    ),
+    "sglang": ("sglang.srt.model_loader.loader:DefaultModelLoader", "_get_all_weights"),
+}
 
 
 def weights_without_experts(
@@ -50,11 +58,13 @@ def weights_without_experts(
     return tensors
 
 
-def serve_experts_from_memory(shape: Shape, layers: int, experts: int | None = None) -> None:
-    """vLLM's loader also delivers the first `experts` experts of each layer, or all, with the same
-    weights."""
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-
+def serve_experts_from_memory(
+    engine: str, shape: Shape, layers: int, experts: int | None = None
+) -> None:
+    """The loader of the engine in this process also delivers the first `experts` experts of each
+    layer, or all, with the same weights."""
+    place, method = LOADERS[engine]
+    loader = resolve_name(place)
     made = torch.Generator().manual_seed(1)
     sizes = {
         "gate_proj": (shape.inter, shape.hidden),
@@ -64,13 +74,13 @@ def serve_experts_from_memory(shape: Shape, layers: int, experts: int | None = N
     matrices = {
         name: (torch.randn(size, generator=made) * SCALE).bfloat16() for name, size in sizes.items()
     }
-    original = DefaultModelLoader.get_all_weights
+    original = getattr(loader, method)
 
-    def get(loader: Any, *given: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        yield from original(loader, *given)
+    def get(*given: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from original(*given)
         for layer in range(layers):
             for expert in range(experts or shape.experts):
                 for name, matrix in matrices.items():
                     yield f"model.layers.{layer}.mlp.experts.{expert}.{name}.weight", matrix
 
-    DefaultModelLoader.get_all_weights = get
+    setattr(loader, method, get)

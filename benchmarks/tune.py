@@ -153,7 +153,7 @@ def served(
     quiet: Quiet,
 ) -> Iterator[Any]:
     """Of `Wave`: the times of a configuration."""
-    serve_experts_from_memory(bench, layers)
+    serve_experts_from_memory("vllm", bench, layers)
     if one.method != STOCK:
         from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
