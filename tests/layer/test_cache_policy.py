@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -97,3 +98,33 @@ def test_the_rate_bounds_uploads() -> None:
     replayed(cache, memory, generate(replace(QWEN3_30B, **SMALL), 100, LAYERS).routes)
     assert cache.counters.cache_uploads <= 1
     assert cache.layers[0].slots.coming_free + cache.layers[1].slots.coming_free <= 8
+
+
+class SlowUploads(InstantUploads):
+    """Uploads of which only so many are complete."""
+
+    done = 0
+
+    def completed(self) -> int:
+        return self.done
+
+
+@pytest.mark.parametrize(
+    ("rate", "under_way"), [(5e5, 2), (2.5e6, 3), (4.5e6, 5), (1e9, 16), (None, 16)]
+)
+def test_few_uploads_wait_for_the_bus(rate: float | None, under_way: int) -> None:
+    """As many as the bus takes in a millisecond, of 1,000 bytes each. What a later look wants must
+    not wait for more."""
+    cache, memory = made(64, 32, rate)
+    uploads = cache._uploads = SlowUploads()
+    for layer in cache.layers:
+        layer.packed = SimpleNamespace(expert_bytes=1000)  # type: ignore[assignment]
+    started = []
+    for done in [0] * 20 + [1] * 3:
+        uploads.done = done
+        for number in range(LAYERS):
+            memory.begin_pass(number, torch.arange(32, 64)[None], None)
+        cache._filled = time.monotonic() - 1
+        cache.step()
+        started.append(cache.counters.cache_uploads)
+    assert started[19] == under_way and started[-1] == under_way + 1
