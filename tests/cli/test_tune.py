@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import os
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from kt_kernel.tuning.shape import as_config, shape_of
 
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 CONTENT = json.loads((DEMO_MODEL / "config.json").read_text())
+LAYERS_LESS = {"num_hidden_layers": CONTENT["num_hidden_layers"] - 3}
 SMALL = "--context", 512, "--prompt", 128, "--answer", 64
 
 
@@ -185,18 +187,60 @@ def test_a_context_above_the_models_own(kt: Any, tmp_path: Path) -> None:
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1",
     )
     # The engine's own arguments may change the limit.
-    for engine, given in (
-        ("vllm", "--hf-overrides '{\"a\": 1}'"),
-        ("sglang", "--json-model-override-args={}"),
-    ):
-        result = kt(*longer, engine, "--engine-args", given)
-        assert result[0] == 0, result
+    for engine, flag in (("vllm", "--hf-overrides"), ("sglang", "--json-model-override-args")):
+        for changes in ({"max_position_embeddings": most + 1}, {"rope_scaling": {"factor": 9}}):
+            given = shlex.join([flag, json.dumps(changes)])
+            result = kt(*longer, engine, "--engine-args", given)
+            assert result[0] == 0, result
+    fewer = "--hf-overrides.max_position_embeddings", str(most - 1)
+    failed(
+        kt("tune", DEMO_MODEL, "--context", most, "--engine-args", shlex.join(fewer)),
+        1,
+        f"with at most {most - 1} tokens",
+    )
     _, out, _ = kt("tune", DEMO_MODEL, "--no-save", "--json", "--context", 128)
     assert json.loads(out)["assumed"]["goal"]["answer"] == 127
     # By default, requests are as long as the model can have them.
     _, out, _ = kt("tune", DEMO_MODEL, "--no-save", "--json")
     assumed = json.loads(out)["assumed"]
     assert (assumed["context"], assumed["goal"]["prompt"]) == (most, most - 2)
+
+
+def test_the_users_changes_of_the_model_count(kt: Any, tmp_path: Path) -> None:
+    """A start with the same changes finds the options, and one without them does not."""
+    changes = {"num_hidden_layers": 3, "num_experts_per_tok": 2}
+    by_key = [f"--hf-overrides.{key}={value}" for key, value in changes.items()]
+    words = {"vllm": by_key, "sglang": ["--json-model-override-args", json.dumps(changes)]}
+    for engine, given in words.items():
+        code, out, err = kt(
+            *("tune", DEMO_MODEL, *SMALL, "--engine", engine),
+            *("--engine-args", shlex.join(given), "--methods", "AMXINT8"),
+        )
+        assert code == 0 and "3 layers with 16 experts of 256 x 128, 2 per token" in err, err
+        (file,) = (tmp_path / "config" / "kt-moe" / "tuned").iterdir()
+        for content, method in ((CONTENT | changes, "AMXINT8"), (CONTENT, "INT4_G32")):
+            served = ServedModel(str(DEMO_MODEL), device="cpu")
+            options = prepare(KTOptions(), SimpleNamespace(**content), served)
+            assert options.method == method, engine
+        file.unlink()
+    failed(
+        kt("tune", DEMO_MODEL, "--engine-args", "--hf-overrides {"),
+        1,
+        "--engine-args --hf-overrides {: not valid JSON",
+    )
+
+
+def test_layers_that_are_not_served_take_no_memory() -> None:
+    """A checkpoint also has those of multi-token prediction, or that a change leaves out."""
+    whole, fewer = (plan.find_model(str(DEMO_MODEL), one).shape for one in ({}, LAYERS_LESS))
+    layers = CONTENT["num_hidden_layers"]
+    assert fewer.layers == len(fewer.moe_layers) == layers - 3
+    assert fewer.layer_bytes / whole.layer_bytes == pytest.approx(1 - 3 / layers, rel=0.01)
+    assert whole.rest_bytes - fewer.rest_bytes == whole.layer_bytes - fewer.layer_bytes
+    text = {"text_config": CONTENT, "model_type": "multimodal"}
+    changed = as_config(text, {"text_config": LAYERS_LESS, "num_experts": 1})
+    assert (changed.num_hidden_layers, changed.num_experts) == (layers - 3, CONTENT["num_experts"])
+    assert shape_of("demo", changed) == shape_of("demo", as_config(CONTENT | LAYERS_LESS))
 
 
 def test_a_method_that_does_not_fit_the_model(kt: Any, tmp_path: Path) -> None:
@@ -370,7 +414,7 @@ def test_an_engine_is_measured_within_what_was_asked_for(
     kt(*given, "--context", 140)
     assert len(plans) == 3  # too short to measure the engine
     # With long prompts, attention's own rate is measured, too.
-    longer = "--engine-args", "--hf-overrides={}", "--no-check"
+    longer = "--engine-args", "--hf-overrides.max_position_embeddings=99999", "--no-check"
     for context, prompt, measured_context in ((16384, 8192, 8192), (65536, 9000, 32768)):
         kt("tune", DEMO_MODEL, *longer, "--context", context, "--prompt", prompt)
         assert plans[-1].context == measured_context

@@ -1,4 +1,5 @@
-"""That `kt tune` knows how long a context the installed engine accepts."""
+"""That `kt tune` knows how long a context the installed engine accepts, and which changes of a
+configuration it reads from its arguments."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 
 from transformers import Qwen3MoeConfig
 
+from kt_kernel.tuning.arguments import changes_of
 from kt_kernel.tuning.context import context_limit
 from kt_kernel.tuning.shape import as_config
 
@@ -31,3 +33,20 @@ def check_context(engine: str, derive: Callable[[Any], int]) -> None:
         limit = context_limit(as_config(written), engine)
         assert limit is not None
         assert limit[0] == derive(Qwen3MoeConfig(**copied)), (engine, written, limit)
+
+
+_WORDS = [
+    [],
+    ["--hf-overrides", '{"num_hidden_layers": 2}'],
+    ['--hf-overrides={"a": 1}', "--enforce-eager", "--hf_overrides", '{"b": {"c": 2}}'],
+    ["--hf-overrides.num_hidden_layers", "2", "--hf-overrides.text_config.hidden_size=64"],
+    ["--hf_overrides.layers+", "a,b", "--hf-overrides.layers+=c", "--hf-overrides.name", "x.y"],
+    ["--hf-overrides.max_position_embeddings", "16k", "--hf-overrides.other=2M"],
+    ["--hf-overrides.text", '{"a": 1}', "--hf-overrides.text.b", "2", "--hf-overrides", "{}"],
+]
+
+
+def check_changes(parse: Callable[[list[str]], Any]) -> None:
+    """parse: vLLM's object for words of its command line."""
+    for words in _WORDS:
+        assert changes_of("vllm", words) == parse(words), words

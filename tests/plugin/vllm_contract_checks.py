@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from context_checks import check_context
+from context_checks import check_changes, check_context
 from contract_checks import changed, check_flags, check_refusals, check_table
 
 # First, because vLLM's modules import each other in a circle.
@@ -492,3 +492,8 @@ def check_the_longest_context() -> None:
         return _get_and_verify_max_len(config, sizes, None, None, False, None)
 
     check_context("vllm", derived)
+
+
+def check_changes_of_a_configuration() -> None:
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    check_changes(lambda words: parser.parse_args(words).hf_overrides)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kt_kernel.tuning.context import changed_by, context_limit
+from kt_kernel.tuning.context import context_limit, leave_unknown
 from kt_kernel.tuning.shape import as_config
 
 POSITIONS = "max_position_embeddings"
@@ -79,5 +79,9 @@ def test_users_may_allow_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "0")
     assert context_limit(config, "vllm") is None
     assert context_limit(config, "sglang") is not None
-    for given in ("--hf-overrides={}", "--hf_overrides={}", "--hf-overrides.rope_scaling"):
-        assert changed_by("vllm", [given]) and not changed_by("sglang", [given])
+
+
+def test_changes_that_each_engine_joins_in_its_own_way() -> None:
+    for changes in ({"rope_scaling": {}}, {"text_config": {"rope_parameters": {"factor": 2}}}):
+        assert leave_unknown(changes)
+    assert not leave_unknown({POSITIONS: 1, "text_config": {POSITIONS: 2}})

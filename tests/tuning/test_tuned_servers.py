@@ -20,6 +20,7 @@ from transformers import AutoConfig
 
 from kt_kernel.serving import server_process
 from kt_kernel.serving.server_process import ServerFailed
+from kt_kernel.tuning.arguments import changes_of
 from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
 from kt_kernel.tuning.model import Load, Setting, TimeModel
 from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates
@@ -59,9 +60,11 @@ def test_the_users_changes_of_a_model_stay_with_fewer_layers(engine: str, flag: 
     for more in ([flag, text], [f"{flag}={text}"], [flag, "{}", "--other", flag, text]):
         command = ServerPlan(engine, "m", 64, 1, overrides=first, more=tuple(more)).command(1)
         assert json.loads(last(command, flag)) == changes | first
-    for more in ([], [flag], [flag, "{"], [flag, "[1]"]):
-        command = ServerPlan(engine, "m", 64, 1, overrides=first, more=tuple(more)).command(1)
-        assert json.loads(last(command, flag)) == first
+    command = ServerPlan(engine, "m", 64, 1, overrides=first).command(1)
+    assert json.loads(last(command, flag)) == first
+    for given, said in (([flag], "valid JSON"), ([flag, "{"], "JSON"), ([flag, "[1]"], "object")):
+        with pytest.raises(ValueError, match=f"^--engine-args {flag} .*{said}"):
+            changes_of(engine, given)
 
 
 def last(command: list[str], flag: str) -> str:
@@ -103,6 +106,8 @@ def test_changes_by_single_keys(more: list[str], wanted: dict[str, Any]) -> None
     first = {"num_hidden_layers": 2, "layer_types": ["x", "y"]}
     command = ServerPlan("vllm", "m", 64, 1, overrides=first, more=tuple(more)).command(1)
     assert overrides_of_vllm(command) == first | wanted
+    assert changes_of("vllm", more) == overrides_of_vllm(more)
+    assert changes_of("sglang", more) == {}
     for word in ("--enforce-eager", "-x", "--other.a"):
         assert (word in command) == (word in more)
 

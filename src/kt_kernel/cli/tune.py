@@ -69,11 +69,12 @@ def tune(
     from ..serving.server_process import ServerFailed
     from ..serving.tuned import check_place
     from ..serving.tuned import save as save_tuned
+    from ..tuning.arguments import changes_of
     from ..tuning.choice import Goal
     from ..tuning.plan import find_model
     from ..tuning.run import check as check_run
     from ..tuning.run import tune as run_tune
-    from ..tuning.wishes import Wishes, with_lengths
+    from ..tuning.wishes import Wishes, engine_of, with_lengths
     from .tune_report import describe, describe_all, text
 
     size = None
@@ -100,7 +101,7 @@ def tune(
         measure_engine=measure_engine,
         engine_arguments=more,
     )
-    tuned = find_model(model)
+    tuned = find_model(model, changes_of(engine_of(wishes)[0], more))
     wishes = with_lengths(wishes, tuned, context, prompt, answer)
     if save:
         try:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 #: The argument of each engine that changes a model's configuration.
 OVERRIDES_FLAG = {"vllm": "--hf-overrides", "sglang": "--json-model-override-args"}
+_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+_UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
 
 
 def name_of(word: str) -> str:
@@ -27,37 +30,94 @@ def value_of(arguments: Sequence[str], flag: str) -> str:
     return found
 
 
-def with_changes(engine: str, arguments: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
-    """The arguments with further changes of the model's configuration, by key, which replace those
-    of the user.
+def whole_number(engine: str, text: str) -> int | None:
+    """The number that an engine reads; None if it is none. vLLM takes 16k for 16,000 and 16K for
+    16,384."""
+    unit = _UNITS.get(text[-1:], 0) if engine == "vllm" else 0
+    if unit and _NUMBER.fullmatch(text[:-1]):
+        return int(float(text[:-1]) * unit)
+    return int(text) if text.isdecimal() else None
+
+
+def changes_of(engine: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """The user's changes of the model's configuration, by key.
 
     The last JSON object counts. vLLM also has ``--hf-overrides.KEY VALUE``: it makes one object of
     all of them, and then no other object counts.
+
+    Raises ValueError if the value is no JSON object.
     """
+    found: dict[str, Any] = {}
+    for _, path, value in _parts(engine, arguments):
+        if path:
+            _put(found, path, _value(engine, path, value))
+    flag = OVERRIDES_FLAG[engine]
+    given = value_of(arguments, flag)
+    if found or not any(name_of(word) == flag for word in arguments):
+        return found
+    try:
+        changes = json.loads(given)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--engine-args {flag} {given}: not valid JSON: {error}") from None
+    if not isinstance(changes, dict):
+        raise ValueError(f"--engine-args {flag} {given}: expected a JSON object")
+    return changes
+
+
+def with_changes(engine: str, arguments: Sequence[str], changes: Mapping[str, Any]) -> list[str]:
+    """The arguments with further changes of the model's configuration, by key, which replace those
+    of the user."""
     flag = OVERRIDES_FLAG[engine]
     kept: list[str] = []
     by_key = False
-    words = iter(arguments)
-    for word in words:
-        name, sign, _ = word.partition("=")
-        start, dot, keys = name.partition(".")
-        if engine != "vllm" or not dot or name_of(start) != flag:
-            kept.append(word)
-            continue
-        by_key = True
-        given = [word, *itertools.islice(words, 0 if sign else 1)]
-        if keys.partition(".")[0].rstrip("+") not in changes:  # vLLM would join lists of one key
-            kept += given
+    for words, path, _ in _parts(engine, arguments):
+        by_key |= bool(path)
+        if not path or path[0].rstrip("+") not in changes:  # vLLM would join lists of one key
+            kept += words
     if by_key:
         pairs = ((f"{flag}.{key}", json.dumps(value)) for key, value in changes.items())
         return kept + list(itertools.chain.from_iterable(pairs))
-    return [*kept, flag, json.dumps({**_changes(arguments, flag), **changes})]
+    return [*kept, flag, json.dumps({**changes_of(engine, arguments), **changes})]
 
 
-def _changes(arguments: Sequence[str], flag: str) -> dict[str, Any]:
-    """The JSON object of an argument. Empty if there is none, or none that the engine accepts."""
+def _parts(
+    engine: str, arguments: Sequence[str]
+) -> Iterator[tuple[list[str], tuple[str, ...], str]]:
+    """The words of each argument. Of those that change a single key of the configuration, also the
+    names that lead to it, of which the last one may end with +, and the value."""
+    words = iter(arguments)
+    for word in words:
+        name, sign, value = word.partition("=")
+        start, dot, keys = name.partition(".")
+        if engine != "vllm" or not dot or name_of(start) != OVERRIDES_FLAG[engine]:
+            yield [word], (), ""
+            continue
+        following = list(itertools.islice(words, 0 if sign else 1))
+        yield [word, *following], tuple(keys.split(".")), value if sign else "".join(following)
+
+
+def _value(engine: str, path: Sequence[str], text: str) -> Any:
+    """As vLLM reads the value of a key: JSON, a number with a unit, or text."""
+    if path[-1].endswith("+"):
+        return text.split(",")
     try:
-        changes = json.loads(value_of(arguments, flag) or "{}")
+        return json.loads(text)
     except json.JSONDecodeError:
-        return {}
-    return changes if isinstance(changes, dict) else {}
+        number = whole_number(engine, text)
+        return text if number is None else number
+
+
+def _put(found: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """Values of one key replace each other, and lists are joined."""
+    *outer, key = (name.removesuffix("+") for name in path)
+    for name in outer:
+        if not isinstance(found.get(name), dict):
+            found[name] = {}
+        found = found[name]
+    if isinstance(value, dict) and isinstance(found.get(key), dict):
+        for name, inner in value.items():
+            _put(found[key], (name,), inner)
+    elif isinstance(value, list) and isinstance(found.get(key), list):
+        found[key] = found[key] + value
+    else:
+        found[key] = value

@@ -7,10 +7,9 @@ Engines choose the number by the GPU, unless an argument gives it: as vLLM 0.32.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from .arguments import value_of
+from .arguments import value_of, whole_number
 from .rates import BATCH, GpuRates, HostRates
 
 _GIB = 1 << 30
@@ -21,8 +20,6 @@ _BY_MEMORY = {
     "sglang": ((20 * _GIB, 2048), (60 * _GIB, 4096), (160 * _GIB, BATCH)),
 }
 _LARGEST = 16384
-_UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
-_NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _ON_CPU = {"vllm": 2048, "sglang": 4096}
 
 
@@ -31,14 +28,9 @@ def batch_tokens(engine: str, device: GpuRates | HostRates, arguments: Sequence[
 
     arguments: of the engine. One that is no number counts as not given: the engine refuses it, or,
     as SGLang with -1, does not divide prompts, which are then as long as the usual batches here.
-    vLLM takes 16k for 16,000 and 16K for 16,384.
     """
-    given = value_of(arguments, _FLAGS[engine])
-    unit = _UNITS.get(given[-1:], 0) if engine == "vllm" else 0
-    if unit and _NUMBER.fullmatch(given[:-1]):
-        return int(float(given[:-1]) * unit)
-    if given.isdecimal() and int(given):
-        return int(given)
+    if given := whole_number(engine, value_of(arguments, _FLAGS[engine])):
+        return given
     if isinstance(device, HostRates):
         return _ON_CPU[engine]
     if engine == "vllm" and "a100" in device.name.lower():

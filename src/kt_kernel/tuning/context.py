@@ -9,11 +9,11 @@ scaled, so each is repeated here: that of vLLM 0.32.0 (config/model.py) and that
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from ..serving.model_config import size_of
-from .arguments import OVERRIDES_FLAG, name_of
+from .arguments import OVERRIDES_FLAG
 
 # Names of the most tokens in a configuration. vLLM takes the smallest number, SGLang the first.
 _OF_VLLM = (
@@ -72,9 +72,13 @@ def how_to_allow(engine: str) -> str:
     return f"{changes}, and {_ALLOW[engine]}=1 ignores it"
 
 
-def changed_by(engine: str, arguments: Sequence[str]) -> bool:
-    """Whether an engine's arguments may change what its limit is derived from."""
-    return any(name_of(word).startswith(OVERRIDES_FLAG[engine]) for word in arguments)
+def leave_unknown(changes: Mapping[str, Any]) -> bool:
+    """Whether an engine derives a limit that is not known here: from rotary embeddings that the
+    user changes, which each engine joins with those of config.json in a way of its own."""
+    return any(
+        name.startswith("rope") or isinstance(value, Mapping) and leave_unknown(value)
+        for name, value in changes.items()
+    )
 
 
 def _vllm(config: Any) -> tuple[int, str] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class Tuned:
         return form
 
 
-def find_model(model: str) -> Tuned:
-    """The model by a folder or a repository.
+def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
+    """The model by a folder or a repository. changes: of its configuration, by the user.
 
     Raises:
         ValueError, OSError: there is none, or it has no experts.
@@ -91,7 +91,7 @@ def find_model(model: str) -> Tuned:
             f"{model}: a file; expected the model's folder, or a repository (org/name)"
         )
     content = read_config(model)
-    config = as_config(content)
+    config = as_config(content, changes)
     path, checkpoint = model, None
     repository = None if Path(model).exists() else Repository.parse(model)
     if repository is not None:

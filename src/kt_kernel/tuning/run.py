@@ -19,7 +19,7 @@ from .apart import Apart
 from .batches import batch_tokens
 from .choice import Candidate, HotChoice, Limits, choose, predict
 from .cpu import cpu_rates, host_rates
-from .engine import LEFT_FREE, VOCABULARY, ServerPlan, serving
+from .engine import VOCABULARY, ServerPlan, serving
 from .gpu import measure_gpu
 from .model import Setting, TimeModel
 from .plan import ENGINE_TAKES, Room, Tuned, hot_choices, methods_of, room_for
@@ -187,18 +187,19 @@ def check(result: Result, say: Say) -> Check:
         ServerFailed: the server does not start; with the reason.
     """
     wishes, goal = result.wishes, result.wishes.goal
-    prompt = min(goal.prompt, wishes.context - LEFT_FREE[result.server.engine])
     context = min(128, wishes.context // 2)
     setting = _setting_of(result)
     with tempfile.TemporaryDirectory(prefix="kt-tune-") as folder:
         say("checking it with a short run of the engine")
         log = Path(folder) / "log"
         with serving(result.server, VOCABULARY, log, server_environment()) as server:
-            first = server.prefill(prompt)
+            first = server.prefill(goal.prompt)
             steps = max(1, min(48, wishes.context - context - 1))
             step = server.decode(goal.streams, context, steps)
     short = replace(result.model, context=context)
-    return Check(step, first, short.decode(setting, goal.streams), short.prefill(setting, prompt))
+    return Check(
+        step, first, short.decode(setting, goal.streams), short.prefill(setting, goal.prompt)
+    )
 
 
 def _setting_of(result: Result) -> Setting:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ _ROUTED = re.compile(
     r"(^|\.)experts\.|_exps\.|\.block_sparse_moe\.(input|output)_linear\."
     r"|\.moe\.(gate|up|down)_proj\."
 )
+_LAYER = re.compile(r"(.*?\b(?:layers|blk))\.([0-9]{1,9})\.")  # its stack and number
 # Kinds of layers, in configurations. Layers of kinds that are not known count as full attention: to
 # take too much of the GPU for their KV cache is safer than to take none.
 _WITHIN_A_WINDOW = "sliding_attention", "chunked_attention", "hybrid_sliding"
@@ -67,10 +69,22 @@ class Shape:
         return 3 * self.hidden * self.inter
 
 
-def as_config(content: dict[str, Any]) -> SimpleNamespace:
+def as_config(content: dict[str, Any], changes: Mapping[str, Any] | None = None) -> SimpleNamespace:
     """The content of config.json as the object that readers of configurations expect: of a
-    multimodal model, its language model."""
+    multimodal model, its language model. changes: by the user, as engines apply them."""
+    content = _changed(content, text_path(content), changes or {})
     return SimpleNamespace(**content | at(content, text_path(content)))
+
+
+def _changed(
+    content: dict[str, Any], path: tuple[str, ...], changes: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Changes replace values, except for the configuration of a part, which they change. path:
+    leads to that of the text model."""
+    found = {**content, **changes}
+    if path and isinstance(inner := changes.get(path[0]), dict):
+        found[path[0]] = _changed(content[path[0]], path[1:], inner)
+    return found
 
 
 def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Shape:
@@ -116,11 +130,7 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
         inside = _estimated(config, layers - len(moe_layers), layers, heads * head, value_bytes)
         rest = inside + (1 if tied else 2) * embedding
     else:
-        rest = sum(
-            info.end - info.begin
-            for info in checkpoint.tensors.values()
-            if not _ROUTED.search(info.name)
-        )
+        rest = _rest_bytes(checkpoint, layers)
         inside = max(rest - (1 if tied else 2) * embedding, 0)
     return Shape(
         name=name,
@@ -137,6 +147,23 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
         attention=heads * (_key_size(config, head) + head) / 2,
         reach=reach,
         kv_bytes=_kv_bytes(config, sum(map(bool, reach)), heads, head, value_bytes),
+    )
+
+
+def _rest_bytes(checkpoint: Checkpoint, layers: int) -> int:
+    """Of all weights but the routed experts, without layers that follow the model's: those of
+    multi-token prediction, or that a change of the configuration leaves out."""
+    tensors = checkpoint.tensors.values()
+    routed = [info.name for info in tensors if _ROUTED.search(info.name)]
+    stacks = {found[1] for found in map(_LAYER.match, routed) if found}
+
+    def served(name: str) -> bool:
+        found = _LAYER.match(name)
+        return not (found and found[1] in stacks and int(found[2]) >= layers)
+
+    without = {*routed}
+    return sum(
+        info.end - info.begin for info in tensors if info.name not in without and served(info.name)
     )
 
 

@@ -10,8 +10,9 @@ from ..runtime.gpu import GpuMemory
 from ..runtime.text import shown_size
 from ..serving.class_check import ENGINES
 from ..serving.tuned import ENGINES_PART
+from .arguments import changes_of
 from .choice import Goal
-from .context import changed_by, context_limit, how_to_allow
+from .context import context_limit, how_to_allow, leave_unknown
 from .engine import LEFT_FREE
 from .plan import ENGINE_TAKES, Tuned
 from .rates import GpuRates, HostRates
@@ -77,9 +78,9 @@ def with_lengths(
             is longer than the context.
     """
     engine, _ = engine_of(wishes)
-    limit = context_limit(tuned.config, engine)
-    if limit is not None and changed_by(engine, wishes.engine_arguments):
-        limit = None
+    limit = None
+    if not leave_unknown(changes_of(engine, wishes.engine_arguments)):
+        limit = context_limit(tuned.config, engine)
     if context is None:
         context = LONGEST if limit is None else min(LONGEST, limit[0])
     elif limit is not None and context > limit[0]:
