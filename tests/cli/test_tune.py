@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,8 @@ from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.serving.tuned import Start
-from kt_kernel.tuning import cpu, plan, run, shape, small_engine
-from kt_kernel.tuning.rates import GpuRates, HostRates
+from kt_kernel.tuning import cpu, disturbance, plan, run, shape, small_engine
+from kt_kernel.tuning.rates import CpuRates, GpuRates, HostRates
 from kt_kernel.tuning.shape import as_config, shape_of
 
 DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
@@ -56,7 +57,13 @@ def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU whose rates are known."""
+    """A GPU whose rates are known, and so are those of the CPU, which a busy machine changes."""
+
+    def known(*given: Any) -> CpuRates:
+        measured = cpu.cpu_rates(*given)
+        return replace(measured, experts=((1, 1e-4), (64, 6e-3)), rows=((1, 1e-4), (64, 1e-3)))
+
+    monkeypatch.setattr(run, "cpu_rates", known)
     rates = GpuRates("GPU", 20 << 30, ((1, 5e-5), (64, 6e-5)), 2e-6, 3e12, 5e14, 50e9, ((1, 6e-5),))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run, "measure_gpu", lambda shape, device: rates)
@@ -80,6 +87,27 @@ def test_on_the_cpu(kt: Any, tmp_path: Path) -> None:
     served = ServedModel(str(DEMO_MODEL), device="cpu")
     options = prepare(KTOptions(), SimpleNamespace(**CONTENT), served)
     assert options.method == saved["options"]["method"]
+
+
+def test_on_a_busy_machine(kt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table says so, the file is marked, and so is a start that uses it."""
+    given = "tune", DEMO_MODEL, *SMALL, "--methods", "AMXINT8"
+    for doubt in (None, "other processes used 40% of the CPUs during the measurement"):
+        monkeypatch.setattr(disturbance, "disturbance", lambda *times, doubt=doubt: doubt)
+        code, out, err = kt(*given)
+        assert code == 0, err
+        (file,) = (tmp_path / "config" / "kt-moe" / "tuned").iterdir()
+        marked = json.loads(file.read_text())["disturbed"]
+        served = ServedModel(str(DEMO_MODEL), device="cpu")
+        started = prepare(KTOptions(), SimpleNamespace(**CONTENT), served).describe()
+        assert started.count("measured on a busy machine (kt tune, ") == (doubt is not None)
+        assert err.count("marked as measured on a busy machine") == (doubt is not None)
+        if doubt is None:
+            assert marked == {} and "Disturbed" not in out
+            continue
+        assert marked["memory"] == doubt and any("AMXINT8" in what for what in marked)
+        assert out.count(f"Disturbed: {doubt} of memory. Times may be wrong: end what else") == 1
+        assert json.loads(kt(*given, "--no-save", "--json")[1])["disturbed"] == marked
 
 
 def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:

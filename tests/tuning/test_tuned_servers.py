@@ -186,7 +186,7 @@ def requests() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def test_requests(requests: tuple[str, list[dict[str, Any]]]) -> None:
     url, asked = requests
-    server = Server(url, vocabulary=256)
+    server = Server(url, vocabulary=256, group=0)
     assert server.prefill(20) > 0
     assert {(len(one["prompt"]), one["max_tokens"]) for one in asked} == {(20, 1)}
     prompts = [tuple(one["prompt"]) for one in asked]

@@ -125,7 +125,8 @@ def tune(
     elif save:
         about = {key: value for key, value in describe(result, checked).items() if key != "options"}
         path = save_tuned(tuned.config, result.server.device, result.options, about, result.need)
-        _say(f"saved to {path}: the next start uses these options where none is given")
+        marked = " They are marked as measured on a busy machine." if about["disturbed"] else ""
+        _say(f"saved to {path}: the next start uses these options where none is given.{marked}")
 
 
 def _names(methods: str | None) -> tuple[str, ...]:

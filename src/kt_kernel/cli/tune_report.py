@@ -9,6 +9,7 @@ from ..runtime.text import shown_size
 from ..tuning.choice import Candidate
 from ..tuning.run import Check, Result
 
+_AGAIN = "Times may be wrong: end what else uses the CPUs, and run kt tune again."
 _NEAR = 0.15  # of a prediction's error, above which the check says so
 
 
@@ -26,7 +27,15 @@ def describe(result: Result, checked: Check | None) -> dict[str, Any]:
             "seconds": one.seconds,
         },
         "checked": None if checked is None else asdict(checked),
+        "disturbed": disturbed(result, checked),
     }
+
+
+def disturbed(result: Result, checked: Check | None) -> dict[str, str]:
+    """What was measured while something else used the CPUs, and what did."""
+    if checked is None or checked.disturbed is None:
+        return result.disturbed
+    return result.disturbed | {"the check": checked.disturbed}
 
 
 def describe_all(result: Result, checked: Check | None) -> dict[str, Any]:
@@ -76,6 +85,8 @@ def text(result: Result, checked: Check | None) -> str:
     lines += ["", f"Recommended: {_why(result)}", "", f"  {result.server.shown()}"]
     if checked is not None:
         lines += ["", _checked(result, checked)]
+    for what, doubt in list(disturbed(result, checked).items())[:1]:
+        lines += ["", f"Disturbed: {doubt} of {what}. {_AGAIN}"]
     return "\n".join(lines)
 
 

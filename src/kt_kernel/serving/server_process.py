@@ -91,18 +91,29 @@ def end_group(group: int, patience: float = 15) -> None:
     raise RuntimeError(f"process group {group} cannot be killed")
 
 
+def cpu_seconds(group: int) -> float:
+    """That the processes of a group and their ended children have used."""
+    # proc(5): utime, stime, cutime, cstime
+    ticks = sum(int(field) for process in _processes(group) for field in process[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 def _runs(group: int) -> bool:
     """Whether a process of the group runs. Zombies do not: their parents may never reap them."""
+    return any(process[0] not in "ZX" for process in _processes(group))
+
+
+def _processes(group: int) -> Iterator[list[str]]:
+    """Of each process of a group, what /proc says of it, from its state on."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
             text = stat.read_text()
         except OSError:
             continue  # it has just ended
         # proc(5): pid (name) state ppid pgrp; the name may hold any character
-        state, _, pgrp = text.rpartition(")")[2].split()[:3]
-        if int(pgrp) == group and state not in "ZX":
-            return True
-    return False
+        fields = text.rpartition(")")[2].split()
+        if int(fields[2]) == group:
+            yield fields
 
 
 def wait_until_healthy(

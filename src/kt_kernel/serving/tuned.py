@@ -186,7 +186,8 @@ def save(
         config: the model's configuration.
         device: the engine's type of device, cuda or cpu.
         options: by name, such as {"num_gpu_experts": 32}.
-        about: what was assumed, predicted and measured, for readers of the file.
+        about: what was assumed, predicted and measured, for readers of the file; "disturbed": what
+            was measured on a busy machine.
         need: of hot experts; None: there are none.
 
     Raises:
@@ -251,7 +252,7 @@ def with_tuned(
                 f"{'' if path is None else f' ({path})'}; run kt tune MODEL, or remove the flag"
             )
         return options
-    saved, need = found
+    saved, need, disturbed = found
     given = options.to_mapping()
     left, why = _left_out(options, saved, need, key["quantisation"], start)
     if kernel_kind() or fixed_results:
@@ -266,6 +267,8 @@ def with_tuned(
     said = [f"no saved hot experts: {why}"] if why else []
     if taken:
         said.insert(0, "taken: " + ", ".join(f"{k} {value}" for k, value in taken.items()))
+    if said and disturbed:
+        said.append("measured on a busy machine")
     return replace(merged, from_tuned=f"{'; '.join(said)} (kt tune, {path})" if said else "")
 
 
@@ -309,9 +312,9 @@ def _left_out(
 
 def _saved(
     path: Path, key: Mapping[str, Any], device: str
-) -> tuple[dict[str, Any], Need | None] | None:
-    """The options in a file, and what their hot experts need. None if it is missing, damaged, or of
-    another model or machine."""
+) -> tuple[dict[str, Any], Need | None, bool] | None:
+    """The options in a file, what their hot experts need, and whether something disturbed the
+    measurements. None if it is missing, damaged, or of another model or machine."""
     content = read_cache(path)
     wanted = {
         "version": _VERSION,
@@ -324,7 +327,7 @@ def _saved(
         return None
     if not isinstance(options, dict) or not set(options) <= set(_SAVED):
         return None
-    return options, _need(content.get("need"))
+    return options, _need(content.get("need")), bool(content.get("disturbed"))
 
 
 def _need(found: Any) -> Need | None:

@@ -23,9 +23,11 @@ from urllib.error import HTTPError
 
 import numpy as np
 
+from ..runtime.machine import CpuTimes, cpu_times
 from ..serving.option_table import find_option
 from ..serving.server_process import (
     ServerFailed,
+    cpu_seconds,
     free_port,
     local_http,
     process_group,
@@ -126,12 +128,17 @@ class ServerPlan:
 class Server:
     """A server that answers.
 
-    vocabulary: ids below it are tokens.
+    vocabulary: ids below it are tokens. group: of its processes.
     """
 
-    def __init__(self, url: str, vocabulary: int) -> None:
-        self._url, self._vocabulary = url, vocabulary
+    def __init__(self, url: str, vocabulary: int, group: int) -> None:
+        self._url, self._vocabulary, self._group = url, vocabulary, group
         self._choose = random.Random(0)
+
+    def cpu_times(self) -> CpuTimes:
+        """The times until now; those of the server's processes count as this process's own."""
+        now = cpu_times()
+        return replace(now, own=now.own + cpu_seconds(self._group))
 
     def prefill(self, tokens: int) -> float:
         """Seconds to the first token of a prompt."""
@@ -201,7 +208,7 @@ def serving(
         url = f"http://127.0.0.1:{port}"
         try:
             wait_until_healthy(process, url, _START, waiting)
-            yield Server(url, vocabulary)
+            yield Server(url, vocabulary, process.pid)
         except (ServerFailed, OSError, HTTPException) as problem:  # the latter ones of requests
             lines = log.read_text(errors="replace").splitlines()
             kept = Path(tempfile.gettempdir()) / f"kt-tune-{plan.engine}-{os.getpid()}.log"

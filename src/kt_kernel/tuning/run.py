@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from .apart import Apart
 from .batches import batch_tokens
 from .choice import Candidate, HotChoice, Limits, choose, predict
 from .cpu import cpu_rates, host_rates
+from .disturbance import Disturbances
 from .engine import VOCABULARY, ServerPlan, serving
 from .gpu import measure_gpu
 from .model import Setting, TimeModel
@@ -35,7 +37,8 @@ class Result:
     """What was measured and predicted.
 
     model: with all measured rates. room: of the GPU; None without one. candidates: with their
-    predictions. chosen: the recommended one. server: how to start it.
+    predictions. chosen: the recommended one. server: how to start it. disturbed: what was measured
+    while something else used the CPUs, and what did.
     """
 
     tuned: Tuned
@@ -47,6 +50,7 @@ class Result:
     chosen: Candidate
     server: ServerPlan
     installed: bool
+    disturbed: dict[str, str]
 
     @property
     def options(self) -> dict[str, Any]:
@@ -92,8 +96,9 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
     """
     measured, accepted = methods_of(tuned, wishes.methods)
     shape, engine, installed = tuned.shape, *engine_of(wishes)
-    room = None
+    room, disturbances = None, Disturbances()
     with Apart() as apart:
+        measure = partial(disturbances.measure, apart)
         if torch.cuda.is_available():
             gpu = apart(gpu_memory)
             wishes = with_memory(wishes, gpu, say)
@@ -114,12 +119,12 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         )
         device: GpuRates | HostRates
         if room is None:
-            device = HostRates(*apart(host_rates))
+            device = HostRates(*measure("memory", host_rates))
         else:
             say("measuring the GPU and the bus")
-            device = apart(measure_gpu, shape, torch.device("cuda", 0))
-        cpus = tuple(_cpus(tuned, tuple(hots), accepted, room is not None, apart, say))
-    rates = engine_rates(tuned, wishes, engine, installed, device, say)
+            device = measure("the GPU", measure_gpu, shape, torch.device("cuda", 0))
+        cpus = tuple(_cpus(tuned, tuple(hots), accepted, room is not None, measure, say))
+    rates = engine_rates(tuned, wishes, engine, installed, device, disturbances, say)
     batch = batch_tokens(engine, device, wishes.engine_arguments)
     model = TimeModel(shape, device, rates, wishes.context, batch)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
@@ -152,6 +157,7 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
             more=wishes.engine_arguments,
         ),
         installed,
+        disturbances.found,
     )
     shown = result.options
     if wishes.statistics is not None and chosen.hot.count:
@@ -164,12 +170,14 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
 @dataclass(frozen=True)
 class Check:
     """The times of a server with the recommended options. decode: seconds of a step with the goal's
-    streams. prefill: seconds to the first token of the goal's prompt. *_predicted: the same."""
+    streams. prefill: seconds to the first token of the goal's prompt. *_predicted: the same.
+    disturbed: by what, or None."""
 
     decode: float
     prefill: float
     decode_predicted: float
     prefill_predicted: float
+    disturbed: str | None = None
 
     @property
     def errors(self) -> tuple[float, float]:
@@ -188,17 +196,24 @@ def check(result: Result, say: Say) -> Check:
     """
     wishes, goal = result.wishes, result.wishes.goal
     context = min(128, wishes.context // 2)
-    setting = _setting_of(result)
+    setting, disturbances = _setting_of(result), Disturbances()
     with tempfile.TemporaryDirectory(prefix="kt-tune-") as folder:
         say("checking it with a short run of the engine")
         log = Path(folder) / "log"
-        with serving(result.server, VOCABULARY, log, server_environment()) as server:
+        with (
+            serving(result.server, VOCABULARY, log, server_environment()) as server,
+            disturbances.during("check", server.cpu_times),
+        ):
             first = server.prefill(goal.prompt)
             steps = max(1, min(48, wishes.context - context - 1))
             step = server.decode(goal.streams, context, steps)
     short = replace(result.model, context=context)
     return Check(
-        step, first, short.decode(setting, goal.streams), short.prefill(setting, goal.prompt)
+        step,
+        first,
+        short.decode(setting, goal.streams),
+        short.prefill(setting, goal.prompt),
+        disturbances.found.get("check"),
     )
 
 
@@ -212,7 +227,7 @@ def _cpus(
     measured: Sequence[str],
     accepted: Sequence[str],
     gpu: bool,
-    apart: Apart,
+    measure: Callable[..., CpuRates],
     say: Say,
 ) -> list[CpuRates]:
     """Every method with kt-moe's number of threads, and the accepted ones with others."""
@@ -223,8 +238,9 @@ def _cpus(
         counts = _thread_counts(sum(default.threads), gpu) if method in accepted else []
         for threads in (None, *counts):
             plan = default if threads is None else plan_pools(threads, None, None)
-            say(f"measuring the CPU: {method}, threads {plan.describe()}")
-            found.append(apart(cpu_rates, tuned.shape, method, form, plan, threads))
+            what = f"{method}, threads {plan.describe()}"
+            say(f"measuring the CPU: {what}")
+            found.append(measure(what, cpu_rates, tuned.shape, method, form, plan, threads))
     return found
 
 

@@ -13,6 +13,7 @@ from ..serving.server_process import ServerFailed
 from ..serving.small_multimodal import text_path
 from ..serving.tuned import ENGINES_PART
 from .batches import batch_tokens
+from .disturbance import Disturbances
 from .engine import (
     LEAST_CONTEXT,
     LEFT_FREE,
@@ -41,6 +42,7 @@ def engine_rates(
     engine: str,
     installed: bool,
     device: GpuRates | HostRates,
+    disturbances: Disturbances,
     say: Say,
 ) -> EngineRates:
     """Measured with a small model of the same layers and random weights, or the usual ones."""
@@ -73,6 +75,7 @@ def engine_rates(
         with (
             tempfile.TemporaryDirectory(prefix="kt-tune-") as folder,
             serving(plan, VOCABULARY, Path(folder) / "log", server_environment()) as server,
+            disturbances.during(engine, server.cpu_times),
         ):
             return measure_small(engine, server, part, device, context - LEFT_FREE[engine], batch)
     except ServerFailed as problem:
