@@ -36,12 +36,7 @@ _IDLE_SECONDS = 0.005
 _LONGEST_NAP = 1.0  # seconds, after which the thread sees that it has to end
 _IDLE_LOOKS = 50  # without a batch, after which it looks less often
 _MANY_SLOTS = 16  # from so many on, a layer keeps slots empty for the next uploads
-_IN_FLIGHT = 16  # uploads of all layers, at most
-# Of the bus, that uploads under way may take: what a look finds missing is worth most at once, and
-# would wait for those that earlier looks have started. Two at least, so that the bus is not idle
-# between two looks.
-_AHEAD_SECONDS = 0.001
-_LEAST_IN_FLIGHT = 2
+_IN_FLIGHT = 16  # uploads of all layers
 _BURST_SECONDS = 0.01
 
 _logger = logging.getLogger("kt_kernel.serving")
@@ -227,8 +222,12 @@ class ModelCache:
 
     def _until_next(self, took: float) -> float:
         """Seconds to wait at least after a look that computed for so many."""
-        pays = self.rate is None or self._gain.pays
-        return max(0.0 if pays else _SELDOM_SECONDS, _PAUSE * took)
+        return max(0.0 if self._pays else _SELDOM_SECONDS, _PAUSE * took)
+
+    @property
+    def _pays(self) -> bool:
+        """Whether experts move because that gains something, or anyway."""
+        return self.rate is None or self._gain.pays
 
     # ---- one look ---------------------------------------------------------------------------
 
@@ -260,11 +259,14 @@ class ModelCache:
     def _look(self) -> tuple[bool, list[tuple[int, int, int]]]:
         """`Scores.look`. What is kept empty does not count as free: an expert gets it instead of
         another one, or those that were evicted for it would come back at once."""
-        free = [
-            max(0, len(layer.slots.free) - _kept_empty(layer.slots.num_slots))
-            for layer in self.layers
-        ]
+        free = [max(0, len(layer.slots.free) - self._kept_empty(layer)) for layer in self.layers]
         return self._scores.look(self._memory, self._resident, self._evictable, free)
+
+    def _kept_empty(self, layer: CachedLayer) -> int:
+        """Slots of a layer: an expert that is wanted gets one of them at once, and does not wait
+        until no kernel reads that of another one. While moves do not pay, all are in use."""
+        slots = layer.slots.num_slots
+        return min(1 + slots // _MANY_SLOTS, MOVES) if self._pays and slots >= _MANY_SLOTS else 0
 
     def _take_arrived(self) -> bool:
         """Takes note of complete uploads. Returns whether there were any."""
@@ -291,7 +293,7 @@ class ModelCache:
     def _evict(self, moves: Sequence[tuple[int, int, int]]) -> None:
         for number, _, expert in moves:
             layer = self.layers[number]
-            spare = max(1, _kept_empty(layer.slots.num_slots))
+            spare = max(1, self._kept_empty(layer))
             if layer.slots.coming_free < spare and layer.slots.evictable[expert]:
                 layer.slots.evict(expert)
                 layer.evicted.append(expert)
@@ -300,11 +302,10 @@ class ModelCache:
     def _upload(self, moves: Sequence[tuple[int, int, int]], totals: Totals) -> None:
         self._waits = False
         starting: list[tuple[int, Upload]] = []
-        ahead = [self.layers[number].packed.expert_bytes for number, _, _ in self._under_way]
         for number, expert, other in moves:
             layer = self.layers[number]
             slots = layer.slots
-            if self._budget <= 0 or not self._may_follow(ahead):
+            if self._budget <= 0 or len(self._under_way) + len(starting) >= _IN_FLIGHT:
                 self._waits = True
                 break
             if not slots.free or slots.resident[expert] or slots.wanted[expert] >= 0:
@@ -312,7 +313,6 @@ class ModelCache:
             slot = slots.upload(expert)
             starting.append((number, Upload(layer.packed, layer.weights, expert, slot)))
             size = layer.packed.expert_bytes
-            ahead.append(size)
             self._budget -= size
             self.counters.cache_uploads += 1
             self.counters.cache_uploaded_bytes += size
@@ -322,13 +322,6 @@ class ModelCache:
             last = self._uploads.start([upload for _, upload in starting])
             for at, (number, upload) in enumerate(starting, last - len(starting) + 1):
                 self._under_way.append((number, upload.slot, at))
-
-    def _may_follow(self, ahead: Sequence[int]) -> bool:
-        """Whether an upload may be started after those under way, of so many bytes."""
-        if len(ahead) < _LEAST_IN_FLIGHT:
-            return True
-        soon = self.rate is None or sum(ahead) < self.rate * _AHEAD_SECONDS
-        return soon and len(ahead) < _IN_FLIGHT
 
     def _fill_budget(self) -> None:
         now = time.monotonic()
@@ -349,12 +342,6 @@ class ModelCache:
             hits = int(self._last.hits.sum())
             misses = int(self._last.routes.sum()) - hits
         return {"cache_hits": hits, "cache_misses": misses, **vars(self.counters)}
-
-
-def _kept_empty(slots: int) -> int:
-    """Of so many slots of a layer: an expert that is wanted gets one of them at once, and does not
-    wait until no kernel reads that of another one."""
-    return min(1 + slots // _MANY_SLOTS, MOVES) if slots >= _MANY_SLOTS else 0
 
 
 def begin() -> None:
