@@ -27,6 +27,7 @@ from cached_model import (
     random_weights,
     started,
 )
+from grid import examples
 from simulated_gpu import ImmediateLane, products
 
 from kt_kernel import KTMoEWrapper
@@ -76,11 +77,12 @@ def test_experts_move_at_every_batch_and_nothing_changes(
     cache = started(model)
     placements = set()
     most = 0.05 if method == "MOE_INT8" else 0.02  # the CPU quantises activations, too
-    for number in range(30):
+    steps = 30 if where == "host" else examples(12, full=30)  # an interpreter runs its kernels
+    for number in range(steps):
         inputs = batch(number)
         check_sums(model, cold, engine, inputs, most)
         placements.add(model.layers[0].current_placement)
-    assert len(placements) > 10 and cache.counters.cache_uploads > 20
+    assert len(placements) > steps // 3 and cache.counters.cache_uploads > steps // 2
     # One of a token's two experts lost, or computed twice.
     x, ids, router = batch(1)
     layer, held = model.layers[0], engine[0]
@@ -362,7 +364,7 @@ def test_padding_is_not_counted(weights) -> None:
     assert stats["cache_hits"] + stats["cache_misses"] == 4 * K
 
 
-def test_ten_thousand_moves_without_growth(weights, restless, monkeypatch) -> None:
+def test_thousands_of_moves_without_growth(weights, restless, monkeypatch) -> None:
     model, _ = make(weights)
     cache = started(model)
     cache._uploads = InstantUploads()
@@ -376,7 +378,7 @@ def test_ten_thousand_moves_without_growth(weights, restless, monkeypatch) -> No
     rounds(200)
     gc.collect()
     before, moved = len(gc.get_objects()), cache.counters.cache_uploads
-    while cache.counters.cache_uploads < moved + 10_000:
+    while cache.counters.cache_uploads < moved + examples(3_000, full=10_000):
         rounds(100)
     gc.collect()
     assert len(gc.get_objects()) < before + 200
