@@ -171,6 +171,16 @@ def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) 
         ([""], ["the model's name is empty; expected a folder or a repository"]),
         ([DEMO_MODEL / "config.json"], ["config.json: a file; expected the model's folder"]),
         ([DEMO_MODEL, "--engine-args", "'x"], ["--engine-args 'x: No closing quotation"]),
+        (
+            [DEMO_MODEL, "--engine-args", "--max_model_len=9"],
+            ["--engine-args --max_model_len=9: kt tune gives it by its own option --context"],
+        ),
+        (
+            [DEMO_MODEL, "--engine", "sglang", "--engine-args", "--max-running-requests 9"],
+            ["--engine-args --max-running-requests: kt tune gives it", "option --streams"],
+        ),
+        ([DEMO_MODEL, "--engine-args", "--kt-method BF16"], ["--kt-method: kt tune chooses kt"]),
+        ([DEMO_MODEL, "--engine-args", "--ssl-certfile x"], ["--ssl-certfile: kt tune asks its"]),
     ],
 )
 def test_bad_input(kt: Any, given: list[Any], words: list[str]) -> None:
@@ -180,6 +190,8 @@ def test_bad_input(kt: Any, given: list[Any], words: list[str]) -> None:
 def test_more_memory_than_the_gpu_has(kt: Any, gpu: None) -> None:
     given = "tune", DEMO_MODEL, *SMALL, "--gpu-memory", "21GB"
     failed(kt(*given), 1, "--gpu-memory 21GB: the GPU has 20GB")
+    more = "--engine-args", "--gpu-memory-utilization 0.5"
+    failed(kt(*given[:-2], *more), 1, "--gpu-memory-utilization 0.5: with a GPU, give --gpu-memory")
 
 
 def test_other_programs_use_the_gpu(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

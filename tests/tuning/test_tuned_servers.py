@@ -42,6 +42,11 @@ def test_commands() -> None:
     assert shown[shown.index("--port") + 1] == "8123" and "--load-format" not in shown
     # What an earlier run saved must not change what is measured.
     assert shown[shown.index("--kt-tuned") + 1] == "off" and "--kt-tuned" not in plan.shown()
+    # Nor may the place that users give their servers: this one is asked here.
+    others = "--port 80 --host 0.0.0.0 --served-model-name a b --api-key secret"
+    at_home = replace(plan, more=tuple(others.split()))
+    assert at_home.command(8123)[-8:] == shown[-8:] and at_home.shown().endswith(others)
+    assert shlex.join(shown[-8:]).startswith("--host 127.0.0.1 --port 8123 --served-model-name ")
     small = ServerPlan(
         "sglang", "m", 4096, 16, "cpu", memory=0.5, overrides={"num_hidden_layers": 2}
     ).command(1)
@@ -167,7 +172,8 @@ def requests() -> Iterator[tuple[str, list[dict[str, Any]]]]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             size = int(self.headers["Content-Length"])
-            asked.append(json.loads(self.rfile.read(size)) | {"path": self.path})
+            key = self.headers["Authorization"]
+            asked.append(json.loads(self.rfile.read(size)) | {"path": self.path, "key": key})
             self.send_response(200)
             self.end_headers()
             self.wfile.write(b"{}")
@@ -189,6 +195,8 @@ def test_requests(requests: tuple[str, list[dict[str, Any]]]) -> None:
     server = Server(url, vocabulary=256, group=0)
     assert server.prefill(20) > 0
     assert {(len(one["prompt"]), one["max_tokens"]) for one in asked} == {(20, 1)}
+    command = ServerPlan("vllm", "m", 64, 1).command(1)
+    assert {one["key"] for one in asked} == {f"Bearer {last(command, '--api-key')}"}
     prompts = [tuple(one["prompt"]) for one in asked]
     assert len(set(prompts)) == len(prompts)  # none is in a prefix cache
     assert all(3 <= token < 256 for prompt in prompts for token in prompt)
@@ -251,6 +259,24 @@ def test_an_engine_that_fails_while_it_is_timed(
         serving(engine(then), 256, tmp_path / "log", {}) as server,
     ):
         server.prefill(4)
+
+
+def test_a_server_that_takes_long_to_start(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each minute says what is waited for."""
+    said: list[str] = []
+
+    def wait(process: Any, url: str, timeout: float, waiting: Any) -> None:
+        for second in range(200):
+            waiting(second + 0.5)
+
+    monkeypatch.setattr("kt_kernel.tuning.engine.wait_until_healthy", wait)
+    with serving(engine("pass"), 256, tmp_path / "log", {}, said.append):
+        pass
+    assert [line.split(";")[0] for line in said] == [
+        f"waiting for vllm for {seconds} s" for seconds in (60, 120, 180)
+    ]
 
 
 def test_an_interrupt_does_not_wait_for_requests(engine: Any, tmp_path: Path) -> None:

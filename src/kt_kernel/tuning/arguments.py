@@ -10,8 +10,32 @@ from typing import Any
 
 #: The argument of each engine that changes a model's configuration.
 OVERRIDES_FLAG = {"vllm": "--hf-overrides", "sglang": "--json-model-override-args"}
+# Arguments that `kt tune` gives itself, and its options for them.
+_OWN = {
+    "vllm": {"--max-model-len": "--context", "--max-num-seqs": "--streams"},
+    "sglang": {"--context-length": "--context", "--max-running-requests": "--streams"},
+}
+#: The argument of each engine that says how much of the GPU it may take.
+MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+_OF_KT = re.compile(r"--(no-|record-)?kt-")
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
+
+
+def check_arguments(engine: str, arguments: Sequence[str]) -> None:
+    """Raises ValueError for arguments that contradict options of `kt tune`, or with which it would
+    measure something else than it predicts."""
+    for word in arguments:
+        name = name_of(word)
+        reason = ""
+        if name in _OWN[engine]:
+            reason = f"kt tune gives it by its own option {_OWN[engine][name]}"
+        elif _OF_KT.match(name):
+            reason = "kt tune chooses kt options; add others to the recommended command"
+        elif name.startswith("--ssl-") or name == "--uds":
+            reason = "kt tune asks its servers over HTTP; add it to the recommended command"
+        if reason:
+            raise ValueError(f"--engine-args {word}: {reason}")
 
 
 def name_of(word: str) -> str:

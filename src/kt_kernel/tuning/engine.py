@@ -33,7 +33,7 @@ from ..serving.server_process import (
     process_group,
     wait_until_healthy,
 )
-from .arguments import with_changes
+from .arguments import MEMORY_FLAG, with_changes
 from .rates import BATCH, EngineRates, rising
 
 # Of vLLM 0.26.0 and SGLang 0.5.17 with 8 layers of Qwen3-30B-A3B's shape on one H200 with 16
@@ -44,9 +44,10 @@ USUAL = {
     "vllm": EngineRates("vllm", ((1, 1.8e-3), (16, 2.2e-3)), 1.9e-3, 0.43, attention=0.109),
     "sglang": EngineRates("sglang", ((1, 1.4e-3), (16, 2.0e-3)), 2.4e-3, 0.4),
 }
-_NAME = "tune"  # of the served model
+_NAME = "tune"  # of the served model, and the key of its API
 VOCABULARY = 256  # of prompts; every model has as many tokens
 _START = 1800  # seconds for a server with large weights
+_SAY = 60  # seconds between lines that say what is waited for
 _ERROR = re.compile(r"\berror: |\w+(Error|Exception): ")
 _ROUNDS = 3
 _ANSWER = 500  # bytes of an engine's refusal that are shown
@@ -101,14 +102,16 @@ class ServerPlan:
             serve = ["sglang.launch_server"]
         # What an earlier kt tune saved is not what is measured.
         own = [] if self.options is None else [find_option("tuned").flag, "off"]
+        # Behind the user's, which they replace.
         place = ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", _NAME]
+        place += ["--api-key", _NAME]
         more = list(self.more)
         if self.engine == "sglang" and self.device == "cpu":
             more += ["--device", "cpu", "--attention-backend", "torch_native"]
         if self.overrides is not None:
             # The user's changes may be what makes the context possible.
             more = with_changes(self.engine, more, self.overrides) + ["--load-format", "dummy"]
-        return [sys.executable, "-m", *serve, *self._arguments(), *own, *place, *more]
+        return [sys.executable, "-m", *serve, *self._arguments(), *more, *own, *place]
 
     def _arguments(self) -> list[str]:
         context, streams = str(self.context), str(self.streams)
@@ -118,8 +121,7 @@ class ServerPlan:
             found = ["--model-path", self.model, "--context-length", context]
             found += ["--max-running-requests", streams]
         if self.memory is not None:
-            flag = "--gpu-memory-utilization" if self.engine == "vllm" else "--mem-fraction-static"
-            found += [flag, f"{self.memory:.3f}"]
+            found += [MEMORY_FLAG[self.engine], f"{self.memory:.3f}"]
         for name, value in (self.options or {}).items():
             found += [find_option(name).flag, str(value)]
         return found
@@ -180,7 +182,7 @@ class Server:
         request = urllib.request.Request(
             f"{self._url}/v1/completions",
             json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
+            {"Content-Type": "application/json", "Authorization": f"Bearer {_NAME}"},
         )
         try:
             with local_http.open(request, timeout=600) as response:
@@ -196,14 +198,20 @@ def serving(
     vocabulary: int,
     log: Path,
     environment: Mapping[str, str],
-    waiting: Callable[[float], None] = lambda seconds: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Server]:
-    """Starts a server; it runs while the block does.
+    """Starts a server; it runs while the block does. say: gets a line for each minute of waiting.
 
     Raises ServerFailed if it does not start, or if a request fails. Its log is then kept, and the
     message names it.
     """
-    port = free_port()
+    port, said = free_port(), [0.0]
+
+    def waiting(seconds: float) -> None:
+        if seconds >= said[0] + _SAY:
+            said[0] = seconds
+            say(f"waiting for {plan.engine} for {seconds:.0f} s; its log is {log}")
+
     with process_group(plan.command(port), log, environment) as process:
         url = f"http://127.0.0.1:{port}"
         try:

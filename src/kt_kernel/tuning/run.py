@@ -201,7 +201,7 @@ def check(result: Result, say: Say) -> Check:
         say("checking it with a short run of the engine")
         log = Path(folder) / "log"
         with (
-            serving(result.server, VOCABULARY, log, server_environment()) as server,
+            serving(result.server, VOCABULARY, log, server_environment(), say) as server,
             disturbances.during("check", server.cpu_times),
         ):
             first = server.prefill(goal.prompt)

@@ -74,7 +74,7 @@ def engine_rates(
     try:
         with (
             tempfile.TemporaryDirectory(prefix="kt-tune-") as folder,
-            serving(plan, VOCABULARY, Path(folder) / "log", server_environment()) as server,
+            serving(plan, VOCABULARY, Path(folder) / "log", server_environment(), say) as server,
             disturbances.during(engine, server.cpu_times),
         ):
             return measure_small(engine, server, part, device, context - LEFT_FREE[engine], batch)

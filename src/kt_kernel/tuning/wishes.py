@@ -10,7 +10,7 @@ from ..runtime.gpu import GpuMemory
 from ..runtime.text import shown_size
 from ..serving.class_check import ENGINES
 from ..serving.tuned import ENGINES_PART
-from .arguments import changes_of
+from .arguments import MEMORY_FLAG, changes_of, check_arguments, value_of
 from .choice import Goal
 from .context import context_limit, how_to_allow, leave_unknown
 from .engine import LEFT_FREE
@@ -74,10 +74,11 @@ def with_lengths(
     model.
 
     Raises:
-        ValueError: the engine is unknown, it refuses so long a context, or the prompt or the answer
-            is longer than the context.
+        ValueError: the engine is unknown, it refuses so long a context, the prompt or the answer is
+            longer than the context, or an argument of the engine contradicts the wishes.
     """
     engine, _ = engine_of(wishes)
+    check_arguments(engine, wishes.engine_arguments)
     limit = None
     if not leave_unknown(changes_of(engine, wishes.engine_arguments)):
         limit = context_limit(tuned.config, engine)
@@ -106,8 +107,13 @@ def with_memory(wishes: Wishes, memory: GpuMemory, say: Say) -> Wishes:
     would take.
 
     Raises:
-        ValueError: the user wants more.
+        ValueError: the user wants more, or says it by an argument of the engine.
     """
+    flag = MEMORY_FLAG[engine_of(wishes)[0]]
+    if value := value_of(wishes.engine_arguments, flag):
+        raise ValueError(
+            f"--engine-args {flag} {value}: with a GPU, give --gpu-memory in its place"
+        )
     has, left = (shown_size(size, down=True) for size in (memory.total, memory.free))
     left = f"the GPU has {has}, of which {left} are free"
     if wishes.gpu_memory is not None and wishes.gpu_memory > memory.free:
