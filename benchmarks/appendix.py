@@ -383,7 +383,12 @@ PARTS = (
         "Made by `benchmarks/prompts_turns.py`, with the measured threshold. The engines of a "
         "group were started side by side, measured their rates one at a time, and served in turns. "
         "RAWINT4 is a checkpoint of that format. Hot experts have 16 bits in all formats.",
-        ["2026-11-30-turns-h200", "2026-11-30-turns-quarter-h200"],
+        [
+            "2026-11-30-turns-h200",
+            "2026-11-30-turns-quarter-h200",
+            "2026-11-30-turns-8-layers-sglang-h200",
+            "2026-11-30-turns-beside-sglang-h200",
+        ],
         in_turns,
     ),
     Part(

@@ -15,7 +15,8 @@ from kt_kernel.device.streaming.rates import Rates
 from kt_kernel.device.streaming.streamer import ExpertStreamer
 from kt_kernel.serving.streaming import ModelStreaming
 
-STEPS, DRAFTED, MOST = examples(10, full=20), 3, 24  # tokens that each request guesses; rows of a batch
+STEPS = examples(10, full=20)
+DRAFTED, MOST = 3, 24  # tokens that each request guesses; rows of a batch
 
 
 def batches(seed: int) -> Any:
