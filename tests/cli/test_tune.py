@@ -309,6 +309,13 @@ def test_a_failed_check_saves_nothing(
     assert not (tmp_path / "config").exists()
     assert "saved to" in kt(*given, "--no-check")[2]
 
+    def interrupted(*given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "check", interrupted)
+    code, out, _ = kt(*given)  # what was measured until then is not lost
+    assert code == 130 and "Recommended" in out
+
 
 @pytest.mark.parametrize(
     ("text", "words"),

@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+import kt_kernel
+from kt_kernel.serving.class_check import read_config
 from kt_kernel.serving.hub import choose_adapter, local_path
 from kt_kernel.serving.repository import Repository
+from kt_kernel.tuning.plan import find_model
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 OTHER = COMMIT[::-1]
@@ -101,6 +104,17 @@ def problem(text: str) -> str:
         found(text)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_commands_name_the_repository(cache: Path) -> None:
+    """Of `kt model check` and `kt tune`: one that is not there, and one without weights."""
+    with pytest.raises(ValueError, match=r"^org/none: no such file or folder, and no such repo"):
+        read_config("org/none")
+    config = (Path(kt_kernel.__file__).parent / "demo_model" / "config.json").read_text()
+    keep(cache, "org/bare", {"config.json": config})
+    assert read_config("org/bare")["num_experts"] == 16
+    with pytest.raises(ValueError, match=r"^org/bare: its copy in the cache, .* has no safetensor"):
+        find_model("org/bare")
 
 
 def test_what_is_in_the_cache(cache: Path) -> None:
@@ -196,8 +210,11 @@ ERRORS = {
 }
 ASK = """
 import json, sys
+import kt_kernel
+from kt_kernel.serving.class_check import read_config
 from kt_kernel.serving.hub import choose_adapter, local_path
 from kt_kernel.serving.repository import Repository
+from kt_kernel.tuning.plan import find_model
 
 answers = {}
 for text in sys.argv[1:]:

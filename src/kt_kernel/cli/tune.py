@@ -75,7 +75,7 @@ def tune(
     from ..tuning.run import check as check_run
     from ..tuning.run import tune as run_tune
     from ..tuning.wishes import Wishes, engine_of, with_lengths
-    from .tune_report import describe, describe_all, text
+    from .tune_report import describe, describe_all, text, text_checked
 
     size = None
     if gpu_memory is not None:
@@ -109,6 +109,8 @@ def tune(
         except RuntimeError as error:  # no home folder
             raise ValueError(f"{error} Set XDG_CONFIG_HOME, or give --no-save") from None
     result = run_tune(tuned, wishes, _say)
+    if not as_json:
+        print(text(result), flush=True)  # the check takes minutes
     checked, failed = None, False
     if check and result.installed and tuned.checkpoint is not None:
         try:
@@ -118,8 +120,8 @@ def tune(
             _say(f"the check failed: {problem}")
     if as_json:
         print(json.dumps(describe_all(result, checked), indent=1))
-    else:
-        print(text(result, checked))
+    elif more_text := text_checked(result, checked):
+        print(more_text)
     if save and failed:
         _say("the options are not saved, because the check failed; --no-check saves them")
     elif save:

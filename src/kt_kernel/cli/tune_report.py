@@ -63,7 +63,8 @@ def describe_all(result: Result, checked: Check | None) -> dict[str, Any]:
     }
 
 
-def text(result: Result, checked: Check | None) -> str:
+def text(result: Result) -> str:
+    """What was predicted, and the recommended command."""
     lines = [
         "",
         "| method | threads | hot experts | deferred | decode, 1 | 4 | 16 | prompt of 2,048 "
@@ -83,8 +84,12 @@ def text(result: Result, checked: Check | None) -> str:
             f"The times of {result.model.engine.engine} itself are those of another machine."
         )
     lines += ["", f"Recommended: {_why(result)}", "", f"  {result.server.shown()}"]
-    if checked is not None:
-        lines += ["", _checked(result, checked)]
+    return "\n".join(lines)
+
+
+def text_checked(result: Result, checked: Check | None) -> str:
+    """What the check found, and whether something disturbed it or what was measured before."""
+    lines = [] if checked is None else ["", _checked(result, checked)]
     for what, doubt in list(disturbed(result, checked).items())[:1]:
         lines += ["", f"Disturbed: {doubt} of {what}. {_AGAIN}"]
     return "\n".join(lines)

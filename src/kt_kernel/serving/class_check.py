@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.files import need_file, parse_object
-from .hub import local_path
+from .hub import Choose, local_path
 from .repository import Repository
 from .server_process import process_group
 from .small_model import (
@@ -96,14 +96,24 @@ def read_config(model: str) -> dict[str, Any]:
         raise ValueError("the model's name is empty; expected a folder or a repository (org/name)")
     path = Path(model)
     if not path.exists():
-        repository = Repository.parse(model)
-        if repository is None:
-            raise ValueError(f"{model}: no such folder, and not a repository name (org/name)")
-        found = local_path(repository, None, lambda repository, files, folder: ["config.json"])
-        path = Path(found)
+        path = Path(from_hub(model, lambda repository, files, folder: ["config.json"]))
     file = path / "config.json" if path.is_dir() else path
     need_file(str(file), "the configuration of a model, config.json")
     return parse_object(file.read_bytes(), f"{file}: ")
+
+
+def from_hub(model: str, choose: Choose | None = None) -> str:
+    """`local_path` of a repository by its name.
+
+    Raises ValueError naming the model if there is none.
+    """
+    repository = Repository.parse(model)
+    if repository is None:
+        raise ValueError(f"{model}: no such folder, and not a repository name (org/name)")
+    try:
+        return local_path(repository, None, choose)
+    except ValueError as error:
+        raise ValueError(f"{model}: {error}") from error
 
 
 def check_class(

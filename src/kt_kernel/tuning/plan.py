@@ -17,13 +17,11 @@ from ..moe.placement import generate_gpu_experts_masks
 from ..routes.statistics import ExpertStatistics
 from ..runtime.text import shown_size
 from ..serving.budget import hot_expert_bytes
-from ..serving.class_check import read_config
+from ..serving.class_check import from_hub, read_config
 from ..serving.hot_format import decide_hot_format
-from ..serving.hub import local_path
 from ..serving.model_config import routed_model, size_of
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
-from ..serving.repository import Repository
 from ..serving.streaming_start import DEFAULT_MEMORY
 from ..serving.tuned import quantisation_of
 from ..weights.formats import LayerForm
@@ -92,10 +90,7 @@ def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
         )
     content = read_config(model)
     config = as_config(content, changes)
-    path, checkpoint = model, None
-    repository = None if Path(model).exists() else Repository.parse(model)
-    if repository is not None:
-        path = local_path(repository)
+    path, checkpoint = model if Path(model).exists() else from_hub(model), None
     if Path(path).is_dir():
         try:
             checkpoint = open_checkpoint(path)
