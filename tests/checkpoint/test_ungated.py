@@ -107,3 +107,6 @@ def test_configuration() -> None:
     )
     assert described_layers(config) == [1, 3]
     assert expert_sizes(config) == (32, 96)
+    config.routed_expert_hidden_size = config.moe_latent_size  # of Kimi-K3
+    config.moe_latent_size = None
+    assert expert_sizes(config) == (32, 96)

@@ -107,8 +107,9 @@ def page() -> str:
         " bf16 values in fixed point with a scale per 32.",
         _kernels(),
         "## Families",
-        "By `model_type` of config.json or of its text_config. Names follow `layers.{L}.`, which"
-        f" may have one of these prefixes: {', '.join(f'`{p}`' for p in PREFIXES if p)}. The"
+        "By `model_type` of config.json or of the text model's inside it. Names follow"
+        " `layers.{L}.`, which may have one of these prefixes:"
+        f" {', '.join(f'`{p}`' for p in PREFIXES if p)}. The"
         " projections of single experts are `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3`"
         " and `w2`; these names are also read without a known type. H is the hidden size, I the"
         " expert intermediate size.",

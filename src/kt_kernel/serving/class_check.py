@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.nested import text_path
 from ..runtime.files import need_file, parse_object
 from .hub import Choose, local_path
 from .repository import Repository
@@ -31,7 +32,6 @@ from .small_model import (
     text_layers,
     write_small_model,
 )
-from .small_multimodal import text_path
 
 ENGINES = ("vllm", "sglang")
 _STEPS = 8

@@ -18,6 +18,9 @@ _EVERY_LAYER = (
     "olmoe",
     "phimoe",
 )
+# The experts' hidden size, in models that compute them between two projections: of Nemotron-H and
+# Kimi-K3.
+_LATENT = ("moe_latent_size", "routed_expert_hidden_size")
 # Names of the experts' activation, in some configurations beside that of the other layers.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 # Settings that make an activation another one than its name says.
@@ -86,7 +89,8 @@ def size_of(config: Any, name: str) -> int | None:
 def expert_sizes(config: Any) -> tuple[int | None, int | None]:
     """Hidden and intermediate size of the experts; None if they have unusual names. The hidden size
     is that between two projections, if a model has them around its experts."""
-    hidden = size_of(config, "moe_latent_size") or size_of(config, "hidden_size")
+    sizes = (size_of(config, name) for name in (*_LATENT, "hidden_size"))
+    hidden = next((size for size in sizes if size), None)
     inter = size_of(config, "moe_intermediate_size")
     if inter is None and hasattr(config, "num_local_experts"):  # such models have one size
         inter = size_of(config, "intermediate_size")

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .small_multimodal import around, at, text_path
+from ..checkpoint.nested import at, text_path
+from .small_multimodal import around
 
 VOCABULARY = 512
 _SPECIAL = 32  # more tokens of multimodal models, for images and the like

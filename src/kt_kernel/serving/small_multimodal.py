@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Names of the configuration inside another one that leads to the text model's.
-_TOWARDS_TEXT = ("thinker_config", "text_config", "language_config", "llm_config")
 # Parts that produce speech, which text does not need.
 _SPEECH = ("talker_config", "code2wav_config")
 # Sizes of the other parts, by their names.
@@ -41,21 +39,6 @@ _AT_MOST = {
 }
 # Their sizes that must be the text model's hidden size.
 _AS_TEXT = ("out_hidden_size", "output_dim", "text_hidden_size", "projector_hidden_size")
-
-
-def text_path(config: dict[str, Any]) -> tuple[str, ...]:
-    """The names that lead to the configuration of the text model; none for a text model."""
-    for name in _TOWARDS_TEXT:
-        if isinstance(inner := config.get(name), dict):
-            return name, *text_path(inner)
-    return ()
-
-
-def at(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """The configuration that a path leads to."""
-    for name in path:
-        config = config[name]
-    return config
 
 
 def around(

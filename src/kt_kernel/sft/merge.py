@@ -19,6 +19,7 @@ from ..adapter.changes import (
     layer_number,
 )
 from ..adapter.files import Adapter, read_adapter
+from ..checkpoint.nested import text_config
 from ..runtime.files import need_file, parse_object
 from ..runtime.tensors import DTYPE_NAMES, DTYPES
 
@@ -200,7 +201,7 @@ class _Merge:
             yield 0, self._linear[name.removesuffix(".weight")].product()
 
     def _config_experts(self) -> int:
-        config = self._config.get("text_config", self._config)
+        config = text_config(self._config)
         for name in ("num_experts", "num_local_experts", "n_routed_experts"):
             if isinstance(config.get(name), int):
                 return config[name]

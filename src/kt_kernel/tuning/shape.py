@@ -10,9 +10,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint import Checkpoint
+from ..checkpoint.nested import at, text_path
 from ..moe.settings import MAX_DIMENSION, MAX_EXPERTS
 from ..serving.model_config import described_layers, expert_sizes, num_experts, size_of
-from ..serving.small_multimodal import at, text_path
 
 # Names of routed experts in checkpoints, not of shared ones.
 _ROUTED = re.compile(

@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint.nested import text_path
 from ..serving.server_process import ServerFailed
-from ..serving.small_multimodal import text_path
 from ..serving.tuned import ENGINES_PART
 from .batches import batch_tokens
 from .disturbance import Disturbances

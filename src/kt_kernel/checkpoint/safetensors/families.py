@@ -10,17 +10,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..nested import text_config
+
 # Prefixes of "layers.": of a causal language model, of a bare model, and of the language parts of
-# multimodal models (Qwen3-Omni: thinker; Inkling: llm), and of Nemotron-H (backbone). A layer must
-# have exactly one of them; multi-token-prediction layers ("mtp.layers.0") have none.
+# multimodal models (Qwen3-Omni: thinker; Inkling and MiniCPM-V: llm; DeepSeek-VL2: language; Ling:
+# model), and of Nemotron-H (backbone). A layer must have exactly one of them;
+# multi-token-prediction layers ("mtp.layers.0") have none.
 PREFIXES = (
     "model.",
     "",
     "model.language_model.",
     "language_model.model.",
+    "language_model.",
     "thinker.model.",
     "model.llm.",
+    "llm.model.",
+    "language.model.",
+    "model.model.",
     "backbone.",
+    "language_model.backbone.",
 )
 
 
@@ -220,10 +228,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def model_type(config: dict[str, Any] | None) -> str | None:
-    """model_type of a config.json, or of its text_config if only that one is in the table."""
+    """model_type of a config.json, or of the text model's inside it if only that one is in the
+    table."""
     if config is None:
         return None
-    text = config.get("text_config")
-    types = [config.get("model_type"), text.get("model_type") if isinstance(text, dict) else None]
+    types = [config.get("model_type"), text_config(config).get("model_type")]
     known = [name for name in types if isinstance(name, str) and name in FAMILIES]
     return known[0] if known else types[0] if isinstance(types[0], str) else None

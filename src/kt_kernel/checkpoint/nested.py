@@ -1,0 +1,28 @@
+"""Where a multimodal model's config.json has the configuration of its text model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Names of a configuration inside another one that lead to the text model's.
+_TOWARDS_TEXT = ("thinker_config", "text_config", "language_config", "llm_config")
+
+
+def text_path(config: dict[str, Any]) -> tuple[str, ...]:
+    """The names that lead to the configuration of the text model; none for a text model."""
+    for name in _TOWARDS_TEXT:
+        if isinstance(inner := config.get(name), dict):
+            return name, *text_path(inner)
+    return ()
+
+
+def at(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """The configuration that a path leads to."""
+    for name in path:
+        config = config[name]
+    return config
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the text model; of a text model, its own."""
+    return at(config, text_path(config))
