@@ -257,6 +257,19 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         if not is_cpu():
             self.scaling = self.moe_runner_config.routed_scaling_factor or 1.0
 
+    def check_unchanged(self, layer: Any) -> None:
+        """ValueError if the model has changed what the experts compute since the layer was built,
+        as SGLang's own kernels would see, and the cold experts would not."""
+        place, runner = f"layer {self.config.layer_idx}", layer.moe_runner_config
+        EXPERT_CONFIG.check(vars(runner), place)
+        if self.hybrid.placement.all_hot:
+            return
+        if _activation(place, runner) != self.hybrid.activation:
+            raise ValueError(
+                f"{place}: the model changes the experts' activation after the layer is built, "
+                "which is not supported with kt options; accepted: all experts hot"
+            )
+
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Computes hot experts on the device and cold ones on the CPU at once; returns the sum."""
         if self.hybrid.placement.all_hot:
@@ -380,6 +393,7 @@ def _around_initialize_model(
             method = getattr(child, "quant_method", None)
             if isinstance(method, KTEPWrapperMethod):
                 method.settle_scaling(caller)
+                method.check_unchanged(child)
     return model
 
 

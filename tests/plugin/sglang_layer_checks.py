@@ -1,5 +1,6 @@
 """Parts of sglang_hooks.py: the layer and its padding, without an engine."""
 
+import copy
 import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -310,6 +311,8 @@ def check_other_experts() -> None:
         method.config = kt_layer.LayerConfig(HybridModel(options), {}, 0, 16, 2)
         method.create_weights(layer, experts, hidden, inter, torch.float32, weight_loader=None)
         method.create_moe_runner(layer, layer.moe_runner_config)
+        if not given:
+            check_unchanged_activation(method, layer)
         shards = {"w1": "gate", "w3": "up", "w2": "down"} if gated else {"w1": "up", "w2": "down"}
         for expert in range(experts):
             for shard, name in shards.items():
@@ -320,6 +323,21 @@ def check_other_experts() -> None:
         found = method.apply(layer, StandardDispatchOutput(x, None, routes)).hidden_states
         want = moe_reference(x, ids, weights, *matrices, rounded=False, **computes)
         assert row_error(found.double(), want).max() < 5e-3, given
+
+
+def check_unchanged_activation(method: Any, layer: Any) -> None:
+    """A model that sets a limit once the layer is built, like GigaChat 3.5, is refused: the cold
+    experts are made, and would not have it."""
+    method.check_unchanged(layer)
+    runner, layer.moe_runner_config = layer.moe_runner_config, copy.copy(layer.moe_runner_config)
+    layer.moe_runner_config.gemm1_clamp_limit = 0.5
+    try:
+        method.check_unchanged(layer)
+    except ValueError as error:
+        assert str(error).startswith("layer 0: the model changes the experts' activation"), error
+    else:
+        raise AssertionError("not refused")
+    layer.moe_runner_config = runner
 
 
 def check_what_models_ask() -> None:
