@@ -7,14 +7,15 @@ from dataclasses import replace
 from families_2026 import BFLOAT16, CPU_MLA, FAMILIES_2026, RECURRENT, TRITON, overriding
 from families_alike import ALIKE
 from families_multimodal import MULTIMODAL
+from families_vllm_2026 import VLLM_2026
 from family_settings import (
     EXPERTS,
     GROUPS,
     LAYERS,
     LINEAR_ATTENTION,
     LLAMA4,
-    MAMBA,
     MLA,
+    NEMOTRON_H,
     SHARED,
     TOP_K,
     Family,
@@ -24,6 +25,7 @@ FAMILIES = {
     **FAMILIES_2026,
     **MULTIMODAL,
     **ALIKE,
+    **VLLM_2026,
     "DeepseekV2ForCausalLM": Family(
         MLA
         | GROUPS
@@ -68,18 +70,7 @@ FAMILIES = {
     ),
     "MixtralForCausalLM": Family({}, {}, {}),
     "NemotronHForCausalLM": Family(
-        MAMBA
-        | dict(
-            layers_block_type=["mamba", "attention", "moe"],
-            num_hidden_layers=3,
-            mlp_hidden_act="relu2",
-            n_groups=8,  # SGLang's code for the CPU makes one for each head
-            n_group=1,
-            topk_group=1,
-            n_shared_experts=1,
-            moe_shared_expert_intermediate_size=64,
-            routed_scaling_factor=1.0,  # which SGLang leaves to its kernels for GPUs
-        ),
+        NEMOTRON_H,
         {},
         RECURRENT | {"moe_runner_backend": "triton"},
         cold_only=("vllm", "sglang"),

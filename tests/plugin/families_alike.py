@@ -123,7 +123,7 @@ ALIKE: dict[str, Family] = {
             "shared_mlp.input_linear.": "mlp.shared_experts.gate_up_proj.",
             "shared_mlp.output_linear.": "mlp.shared_experts.down_proj.",
         },
-        parted=True,
+        parted="experts",
     ),
     "MistralLarge3ForCausalLM": Family(
         MLA | ONE_GROUP | dict(first_k_dense_replace=1, topk_method="greedy", norm_topk_prob=False),

@@ -12,12 +12,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import reference_models
 import torch
 import transformers
 from families import FAMILIES
 from family_settings import COMMON, EXPERTS, LAYERS, TOP_K, VOCABULARY, Family
 from safetensors.torch import load_file, save_file
 from tiny_model import Reference, spread_prompts
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 STEPS = 8
 PROMPTS = spread_prompts(3, VOCABULARY, growth=3)
@@ -52,6 +55,9 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
         getattr(model, "thinker", model).get_output_embeddings().weight.data[VOCABULARY:] = 0
     model.to(torch.bfloat16).save_pretrained(path)
     _as_published(name, family, path)
+    if family.tokenizer:
+        words = Tokenizer(WordLevel({str(i): i for i in range(VOCABULARY)}, "0"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
     return path
 
 
@@ -61,8 +67,9 @@ def whole_of(path: Path) -> Path:
 
 
 def _class_of(name: str) -> Any:
-    """transformers' class that computes what a class of FAMILIES does."""
-    return getattr(transformers, FAMILIES[name].like or name)
+    """The class of reference_models or transformers that computes what a class of FAMILIES does."""
+    name = FAMILIES[name].like or name
+    return getattr(reference_models, name, None) or getattr(transformers, name)
 
 
 def _as_published(name: str, family: Family, path: Path) -> None:
@@ -91,7 +98,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
                 tensor = tensor.transpose(1, 2).contiguous()
             for old, new in family.renamed.items():
                 key = key.replace(old, new)
-            kept |= _parted(key, tensor) if family.parted else {key: tensor}
+            kept |= _parted(key, tensor, family.parted) if family.parted else {key: tensor}
         for name, parts in family.joined.items():
             for first in [key for key in kept if f".{parts[0]}." in key]:
                 keys = [first.replace(f".{parts[0]}.", f".{part}.") for part in parts]
@@ -100,15 +107,15 @@ def _as_published(name: str, family: Family, path: Path) -> None:
         save_file(kept, file, metadata={"format": "pt"})
 
 
-def _parted(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A stack of experts [E, ...] as single ones, and gate_up as gate and up. Else the tensor."""
-    if tensor.dim() == 3:
+def _parted(key: str, tensor: torch.Tensor, into: str) -> dict[str, torch.Tensor]:
+    """gate_up [(E,) 2 I, H] as gate and up, and stacks into single "experts", if wanted."""
+    if into == "experts" and tensor.dim() == 3:
         module, _, matrix = key.rpartition(".")
         single = ((f"{module}.{i}.{matrix}.weight", one) for i, one in enumerate(tensor))
-        return {k: v for key, one in single for k, v in _parted(key, one).items()}
+        return {k: v for key, one in single for k, v in _parted(key, one, into).items()}
     if "gate_up_proj" not in key:
         return {key: tensor.clone()}
-    gate, up = (half.clone() for half in tensor.chunk(2))
+    gate, up = (half.clone() for half in tensor.chunk(2, dim=-2))
     return {key.replace("gate_up", "gate"): gate, key.replace("gate_up", "up"): up}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 LAYERS = 2
 EXPERTS = 8
@@ -77,6 +77,17 @@ MAMBA = dict(
     use_mamba_kernels=False,
     time_step_limit=[0.0, 1e6],
 )
+NEMOTRON_H = MAMBA | dict(
+    layers_block_type=["mamba", "attention", "moe"],
+    num_hidden_layers=3,
+    mlp_hidden_act="relu2",
+    n_groups=8,  # SGLang's code for the CPU makes one for each head
+    n_group=1,
+    topk_group=1,
+    n_shared_experts=1,
+    moe_shared_expert_intermediate_size=64,
+    routed_scaling_factor=1.0,  # which SGLang leaves to its kernels for GPUs
+)
 LINEAR_ATTENTION = dict(
     linear_num_key_heads=2,
     linear_num_value_heads=4,
@@ -103,13 +114,13 @@ class Family:
     have. dropped: a pattern of the tensors that published
     checkpoints lack. transposed: whether published stacks of experts are [E, H, 2 I] and [E, I, H].
     renamed: parts of the tensors' names, and what published checkpoints have instead. joined: names
-    of tensors, as renamed, and those whose rows they have. parted: whether stacks of experts are
-    published as single ones, with gate and up apart. text_only: whether the text model of a
+    of tensors, as renamed, and those whose rows they have. parted: into what published checkpoints
+    part stacks of experts; gate and up are apart in both. text_only: whether the text model of a
     multimodal class is published by itself. like: for a class that transformers does not know, one
-    of transformers that computes the same. median, mean: how far log-probabilities may be from the
-    reference's. by_stock: engines that do not compute what transformers does, so they are compared
+    of transformers, or of reference_models, that computes the same. median, mean: how far
+    log-probabilities may be from the reference's. by_stock: engines that do not compute what transformers does, so they are compared
     with themselves. cold_only: engines whose kernels for the CPU cannot compute any of its experts,
-    so none is hot.
+    so none is hot. tokenizer: whether the engine's class reads one when it is built.
     """
 
     config: dict[str, Any]
@@ -130,8 +141,9 @@ class Family:
     transposed: bool = False
     renamed: dict[str, str] = field(default_factory=dict)
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    parted: bool = False
+    parted: Literal["experts", "stacks"] | None = None
     text_only: bool = False
+    tokenizer: bool = False
     like: str | None = None
     median: float = 0.005
     mean: float = 0.01

@@ -160,7 +160,7 @@ def answers(
         {
             "name": "class",
             "kt": some,
-            "engine": {"hf_overrides": {"architectures": ["Step3TextForCausalLM"]}},
+            "engine": {"hf_overrides": {"architectures": ["AXK1ForCausalLM"]}},
         },
         {"name": "chunks", "kt": some, "engine": CHUNKS, "before": [LONG[0]], "prompts": LONG},
         {
@@ -359,7 +359,7 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
             "--kt-expert-lora-path: method FP8 keeps the checkpoint's quantised values",
         ),
         ("broken", f"StartError: kt: error: {{path}}: {broken_checkpoint.LINE}"),
-        ("class", "model class Step3TextForCausalLM was not tested with kt-moe"),
+        ("class", "model class AXK1ForCausalLM was not tested with kt-moe"),
     ],
 )
 def test_refused_from_python(name: str, line: str, answers: Answers, broken: dict) -> None:

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.router import (
     zero_expert_router,
 )
 from vllm.model_executor.layers.mla import MLAModules
-from vllm.model_executor.models import deepseek_v2
+from vllm.model_executor.models import deepseek_v2, interns1_pro
 from vllm.platforms import current_platform
 
 compute_routing = cpu_router.CPURouter._compute_routing
@@ -98,3 +98,4 @@ deepseek_v2.DeepseekV32IndexerCache.get_kv_cache_spec = lambda self, config: Non
 # For each model, vLLM looks through all modules, and fails at some that models may have imported.
 current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
+interns1_pro.InternS1ProForConditionalGeneration.model_config = None

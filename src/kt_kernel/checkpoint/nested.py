@@ -23,6 +23,12 @@ def at(config: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return config
 
 
+def parts_towards_text(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """The configuration and those on the way to the text model's, which is the last one."""
+    path = text_path(config)
+    return [at(config, path[:length]) for length in range(len(path) + 1)]
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of the text model; of a text model, its own."""
     return at(config, text_path(config))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .header import TensorInfo
-from .nested import text_config
+from .nested import parts_towards_text
 
 _KEYS = ("quantization_config", "compression_config")
 # Settings of single modules: of AutoRound, by name or pattern; of GPTQModel, by pattern.
@@ -97,9 +97,9 @@ class Quantization:
 
 
 def read_quantization(config: dict[str, Any] | None, file: str | None) -> Quantization:
-    """Reads the settings of a config.json or of the text model's inside it. An empty object counts
-    as absent, because the settings may be in the other place."""
-    for part in () if config is None else (config, text_config(config)):
+    """Reads the settings of a config.json, or of what leads to the text model's inside it. An empty
+    object counts as absent, because the settings may be in the other place."""
+    for part in parts_towards_text(config or {}):
         for key in _KEYS:
             if isinstance(part.get(key), dict) and part[key]:
                 return Quantization(file, part[key])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..nested import text_config
+from ..nested import parts_towards_text
 
 # Prefixes of "layers.": of a causal language model, of a bare model, and of the language parts of
 # multimodal models (Qwen3-Omni: thinker; Inkling and MiniCPM-V: llm; DeepSeek-VL2: language; Ling:
@@ -174,6 +174,7 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": _MLP,
     "gemma4": _GEMMA4,
     "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "glm4_moe": _MLP,
     "glm4_moe_lite": _MLP,
     "glm4v_moe": _MLP,
@@ -221,6 +222,7 @@ FAMILIES: dict[str, Family] = {
     "qwen4_exp": _MLP,
     "qwen4_exp_text": _MLP,
     "solar_open": _MLP,
+    "step3_text": _STEP,
     "step3p5": _STEP,
     "step3p7": _STEP,
     "zaya": _MLP,
@@ -230,8 +232,6 @@ FAMILIES: dict[str, Family] = {
 def model_type(config: dict[str, Any] | None) -> str | None:
     """model_type of a config.json, or of the text model's inside it if only that one is in the
     table."""
-    if config is None:
-        return None
-    types = [config.get("model_type"), text_config(config).get("model_type")]
+    types = [part.get("model_type") for part in parts_towards_text(config or {})]
     known = [name for name in types if isinstance(name, str) and name in FAMILIES]
     return known[0] if known else types[0] if isinstance(types[0], str) else None

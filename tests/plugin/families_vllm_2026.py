@@ -1,0 +1,197 @@
+"""Tiny models of further classes of vLLM, most of them around a text model of another class."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from families_2026 import FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
+from families_alike import ALIKE
+from families_multimodal import MULTIMODAL, TEXT
+from family_settings import (
+    EXPERTS,
+    LINEAR_ATTENTION,
+    NEMOTRON_H,
+    NO_MEDIA,
+    SHARED,
+    TOP_K,
+    Family,
+)
+
+MINICPM_VISION: dict[str, Any] = dict(
+    vision_config=dict(
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=56,
+        patch_size=14,
+        insert_layer_id=0,
+    ),
+    insert_layer_id=0,
+    image_size=56,
+    image_token_id=130,
+    video_token_id=131,
+)
+MINICPM = Family(
+    SHARED | LINEAR_ATTENTION | dict(model_type="qwen3_5_moe_text"),
+    {"dtype": "bfloat16"},
+    inside=TEXT,
+    around=MINICPM_VISION,
+    median=0.03,
+    mean=0.1,
+)
+NEMOTRON_OMNI = Family(
+    NEMOTRON_H | dict(architectures=["NemotronHForCausalLM"]),
+    # As published; transformers has another name for it.
+    {"skip_tokenizer_init": False, "hf_overrides": {"vit_hidden_size": 64}},
+    cold_only=("vllm",),
+    tokenizer=True,
+    replaced=dict(dtype="bfloat16"),
+    settings="NemotronH_Omni_Reasoning_V3_Config",
+    like="NemotronH_Omni_Reasoning_V3",
+    inside=TEXT,
+    around=dict(
+        vision_config=dict(
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            image_size=32,
+            patch_size=16,
+            video_temporal_patch_size=2,
+            args=dict(model="vit_base_patch16_224"),
+        ),
+        vision_hidden_size=64,
+        projector_hidden_size=64,
+        force_image_size=32,
+        patch_size=16,
+        image_token_id=130,
+        video_token_id=131,
+        template="none",
+        ps_version="v2",
+        image_tag_type="internvl",
+        norm_mean=[0.5, 0.5, 0.5],
+        norm_std=[0.5, 0.5, 0.5],
+    ),
+)
+
+VLLM_2026: dict[str, Family] = {
+    "Step3TextForCausalLM": Family(
+        dict(
+            num_key_value_heads=1,
+            shared_intermediate_size=64,
+            attention_multiplier=32**-0.5,
+            share_q_dim=64,
+        ),
+        {},
+        settings="GraniteMoeSharedConfig",
+        replaced=dict(
+            model_type="step3_text",
+            moe_num_experts=EXPERTS,
+            moe_top_k=TOP_K,
+            moe_layers_enum="0,1",
+            norm_expert_weight=True,
+            share_expert_dim=64,
+            max_position_embedding=512,
+            rope_parameters=ROPE,
+        ),
+        renamed={
+            "self_attn.q_proj.0.": "self_attn.q_proj.",
+            "self_attn.q_proj.1.": "self_attn.inter_norm.",
+            "self_attn.q_proj.2.": "self_attn.wq.",
+            "block_sparse_moe.input_linear.": "moe.gate_up_proj.",
+            "block_sparse_moe.output_linear.": "moe.down_proj.",
+            "block_sparse_moe.router.layer.": "moe.gate.",
+            "shared_mlp.input_linear.": "share_expert.gate_up_proj.",
+            "shared_mlp.output_linear.": "share_expert.down_proj.",
+        },
+        parted="stacks",
+    ),
+    "InternS1ProForConditionalGeneration": replace(
+        MULTIMODAL["Qwen3VLMoeForConditionalGeneration"],
+        config=MULTIMODAL["Qwen3VLMoeForConditionalGeneration"].config | dict(router_n_groups=2),
+        sglang=None,
+        transposed=False,
+        settings="Qwen3VLMoeConfig",
+        replaced=dict(
+            rope_parameters=ROPE | dict(fope_init_factor=0.5, fope_sep_head=True, num_inv_freq=16)
+        ),
+    ),
+    "MiMoV2OmniForCausalLM": replace(
+        ALIKE["MiMoV2ForCausalLM"],
+        vllm={"limit_mm_per_prompt": NO_MEDIA},
+        sglang=None,
+        replaced=ALIKE["MiMoV2ForCausalLM"].replaced
+        | dict(
+            vision_config=dict(
+                depth=1,
+                hidden_size=64,
+                intermediate_size=64,
+                num_heads=2,
+                out_hidden_size=128,
+                num_key_value_heads=2,
+                use_sink=False,
+            ),
+            audio_config=None,
+        ),
+    ),
+    "MiniCPMV4_6ForConditionalGeneration": MINICPM,
+    "MiniCPMV4_7ForConditionalGeneration": MINICPM,
+    "Gemma4UnifiedForConditionalGeneration": Family(
+        GEMMA4,
+        {},
+        inside=TEXT,
+        around=dict(
+            vision_config=dict(
+                mm_embed_dim=64,
+                patch_size=16,
+            ),
+            audio_config=None,
+            image_token_id=130,
+            video_token_id=131,
+            audio_token_id=132,
+            boi_token_id=133,
+            eoi_token_id=134,
+            boa_token_id=135,
+            eoa_token_index=136,
+        ),
+    ),
+    "K2HorizonForCausalLM": Family(
+        ONE_GROUP | dict(first_k_dense_replace=1, use_qk_norm=False, partial_rotary_factor=1.0),
+        {"hf_overrides": {"attention_gate_func": None}},  # published, and not an absent setting
+        like="Glm4MoeForCausalLM",
+        renamed={"gate.e_score_correction_bias": "gate.bias"},
+        replaced=dict(
+            rope_head_dim=32,
+            query_key_norm=False,
+            layernorm_num_groups=1,
+            mova_num_experts=0,
+            moe_gate_bias=True,
+            router_score_func="sigmoid",
+            router_scaling_factor=2.5,
+            num_shared_experts=1,
+            mlp_only_layers=[0],
+            decoder_sparse_step=1,
+            num_experts=EXPERTS,
+        ),
+    ),
+    "InternS2MobiusForConditionalGeneration": replace(
+        MULTIMODAL["Qwen3_5MoeForConditionalGeneration"],
+        config=SHARED | LINEAR_ATTENTION | dict(num_blocks=1, num_key_value_heads=1),
+        settings="Qwen3_5MoeConfig",
+        gpu=(),
+    ),
+    "NemotronH_Nano_VL_V2": NEMOTRON_OMNI,
+    "NemotronH_Nano_Omni_Reasoning_V3": NEMOTRON_OMNI,
+    "NemotronH_Omni_Reasoning_V3": NEMOTRON_OMNI,
+    "NemotronH_Super_Omni_Reasoning_V3": NEMOTRON_OMNI,
+    # Their published models have no experts; their code builds them if the configuration has some.
+    "PanguEmbeddedForCausalLM": ALIKE["PanguProMoEV2ForCausalLM"],
+    "Qwen3_5ForCausalLM": replace(
+        FAMILIES_2026["Qwen3_5MoeForCausalLM"], like="Qwen3_5MoeForCausalLM"
+    ),
+    "Qwen3_5ForConditionalGeneration": replace(
+        MULTIMODAL["Qwen3_5MoeForConditionalGeneration"], like="Qwen3_5MoeForConditionalGeneration"
+    ),
+}

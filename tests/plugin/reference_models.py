@@ -1,0 +1,113 @@
+"""References of classes that transformers does not know: its classes with some modules exchanged.
+
+They have the names of FAMILIES, or those that ``like`` gives there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.nn.functional import linear
+from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
+from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedRMSNorm
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
+    Qwen3VLMoeTextRotaryEmbedding,
+    Qwen3VLMoeTextTopKRouter,
+)
+
+
+class Step3TextForCausalLM(transformers.GraniteMoeSharedForCausalLM):
+    """Queries come from a latent with a norm, and all heads share one key and one value."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            query = layer.self_attn.q_proj
+            layer.self_attn.q_proj = nn.Sequential(
+                nn.Linear(query.in_features, config.share_q_dim, bias=False),
+                GraniteMoeSharedRMSNorm(config.share_q_dim, config.rms_norm_eps),
+                nn.Linear(config.share_q_dim, query.out_features, bias=False),
+            )
+        self.post_init()
+
+
+class GroupsOfExperts(Qwen3VLMoeTextTopKRouter):
+    """Each of router_n_groups groups gives the same number of experts to every token."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.groups = config.router_n_groups
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        scores = logits.float().softmax(-1).unflatten(-1, (self.groups, -1))
+        weights, ids = scores.topk(self.top_k // self.groups, -1)
+        ids += (torch.arange(self.groups) * scores.shape[-1])[:, None]
+        weights = weights.flatten(1)
+        return logits, (weights / weights.sum(-1, keepdim=True)).to(logits.dtype), ids.flatten(1)
+
+
+class FourierRotaryEmbedding(Qwen3VLMoeTextRotaryEmbedding):
+    """Each frequency is a sum of all, with the same coefficients [heads, D / 2, D / 2] for each
+    key-value head."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        half = config.head_dim // 2
+        for name in ("cos_coef", "sin_coef"):
+            own = torch.eye(half) + torch.randn(half, half) / half
+            same = own.expand(config.num_key_value_heads, -1, -1).clone()
+            self.register_parameter(name, nn.Parameter(same, requires_grad=False))
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        parts = []
+        for wave, by in zip(
+            super().forward(x, position_ids), (self.cos_coef, self.sin_coef), strict=True
+        ):
+            half = wave.chunk(2, -1)[0] @ by[0].to(wave.dtype)
+            parts.append(torch.cat((half, half), -1))
+        return tuple(parts)
+
+
+class InternS1ProForConditionalGeneration(transformers.Qwen3VLMoeForConditionalGeneration):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        text = self.model.language_model
+        text.rotary_emb = FourierRotaryEmbedding(config.text_config)
+        for layer in text.layers:
+            layer.mlp.gate = GroupsOfExperts(config.text_config)
+        self.post_init()
+
+
+class InternS2MobiusForConditionalGeneration(transformers.Qwen3_5MoeForConditionalGeneration):
+    """Layers share num_blocks banks of experts in turn; each has a shared expert of its own."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        text, blocks = self.model.language_model, config.text_config.num_blocks
+        text.meta_mlp = nn.ModuleList()
+        for number, layer in enumerate(text.layers):
+            gate, experts = layer.mlp.gate, layer.mlp.experts
+            del layer.mlp.gate, layer.mlp.experts
+            if number < blocks:
+                text.meta_mlp.append(nn.ModuleDict({"gate": gate, "experts": experts}))
+            bank = text.meta_mlp[number % blocks]
+            vars(layer.mlp).update(gate=bank["gate"], experts=bank["experts"])
+
+
+class Gemma4UnifiedForConditionalGeneration(transformers.Gemma4UnifiedForConditionalGeneration):
+    """With the text model of Gemma 4, which may have experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        text = transformers.Gemma4TextConfig(**config.text_config.to_dict())
+        self.model.language_model = Gemma4TextModel(text)
+        self.post_init()
+
+
+class NemotronH_Omni_Reasoning_V3(transformers.NemotronH_Omni_Reasoning_V3):
+    def get_output_embeddings(self) -> nn.Module:
+        return self.language_model.get_output_embeddings()
