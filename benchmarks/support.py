@@ -72,9 +72,14 @@ the engine reads.
 
 UNTRIED = """\
 Classes of the engines' registries whose code can build fused experts, of which no model was made
-here. `kt model check` checks them where the engine serves them. Some are dense classes that share
-code with others.
+here. `kt model check` checks them where the engine serves them. Multimodal classes that build
+whatever text model their configuration names are not counted.
 """
+
+WITHOUT = """\
+Classes that share files with the above, and build no fused experts in any configuration.
+"""
+DENSE = ", dense"  # of entries in REGISTRIES
 
 
 def read(path: Path) -> list[Row]:
@@ -122,6 +127,17 @@ def page(rows: list[Row], refused: list[Row], registries: dict[str, list[str]]) 
         "\n## Classes that were not tried\n",
         UNTRIED,
         grid("engine", ["classes"], _untried([*rows, *layers, *refused], registries)),
+        "\n## Classes without fused experts\n",
+        WITHOUT,
+        grid(
+            "engine",
+            ["classes"],
+            [
+                (engine.removesuffix(DENSE), [_classes(names)])
+                for engine, names in registries.items()
+                if engine.endswith(DENSE)
+            ],
+        ),
     ]
     return "\n".join(parts) + "\n"
 
@@ -138,13 +154,23 @@ def _place(row: Row) -> tuple[str, str, str]:
 
 
 def _untried(rows: list[Row], registries: dict[str, list[str]]) -> list[tuple[str, list[str]]]:
-    """For each version of an engine, the classes that were tried with no version of it."""
+    """For each version of an engine, the classes that were tried with no version of it. Of older
+    versions, the classes without experts are those of newer ones."""
     lines = []
     for engine, names in registries.items():
-        tried = {row["class"] for row in rows if row["engine"].split()[0] == engine.split()[0]}
-        left = [f"`{name}`" for name in names if name not in tried]
-        lines.append((engine, [", ".join(left)]))
+        if engine.endswith(DENSE):
+            continue
+        of = engine.split()[0]
+        known = {row["class"] for row in rows if row["engine"].split()[0] == of}
+        for other, dense in registries.items():
+            if other.startswith(of) and other.endswith(DENSE):
+                known |= {*dense}
+        lines.append((engine, [_classes(name for name in names if name not in known)]))
     return lines
+
+
+def _classes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _by_engine(corner: str, rows: list[Row], name: Any, hot: bool) -> str:

@@ -135,8 +135,15 @@ TESTED_MODELS = {
 # warning names those that are not above as well.
 TESTED_LAYERS = {
     "vLLM": (
+        "BailingMoeV2_5ForCausalLM",
+        "BailingMoeV3ForCausalLM",
+        "BailingMoeV3VLForConditionalGeneration",
+        "Glm5NextForCausalLM",
+        "Glm5NextForConditionalGeneration",
         "GraniteMoeHybridForCausalLM",
         "JambaForCausalLM",
+        "KimiK3ForConditionalGeneration",
+        "KimiLinearForCausalLM",
         "MiniMaxM3SparseForCausalLM",
         "MiniMaxM3SparseForConditionalGeneration",
         "Mistral4ForCausalLM",

@@ -1,13 +1,14 @@
-"""What a configuration says of its experts' activation, with the classes of transformers."""
+"""What a configuration says of its experts."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import transformers
 
-from kt_kernel.serving.model_config import has_plain_silu
+from kt_kernel.serving.model_config import expert_sizes, has_plain_silu, num_experts
 
 
 @pytest.mark.parametrize(
@@ -33,3 +34,18 @@ def test_which_activations_are_plain_silu(name: str, given: dict[str, Any], plai
     for setting, value in given.items():
         setattr(config, setting, value)
     assert has_plain_silu(config) == plain
+
+
+@pytest.mark.parametrize(
+    "name", ["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"]
+)
+def test_names_of_the_number_of_experts(name: str) -> None:
+    """The last one is that of Step-3, Step-3.5 and Aria."""
+    assert num_experts(SimpleNamespace(**{name: 48})) == 48
+
+
+@pytest.mark.parametrize("name", ["moe_latent_size", "routed_expert_hidden_size"])
+def test_experts_in_a_smaller_space(name: str) -> None:
+    """Nemotron-H's and Kimi-K3's have projections before and after them."""
+    config = SimpleNamespace(hidden_size=64, moe_intermediate_size=96, **{name: 32})
+    assert expert_sizes(config) == (32, 96)

@@ -21,6 +21,11 @@ NAMES = NamesReadHere({1: Placement.first(8, 2), 3: Placement.first(8, 0)})
         "model.layers.1.mlp.experts.gate_proj.5.weight",
         "model.layers.3.mlp.experts.gate_up_proj_blocks",
         "model.layers.3.feed_forward.experts.down_proj",
+        "model.layers.1.mlp.experts.down_proj.5.weight",
+        "model.layers.3.block_sparse_moe.input_linear.weight",
+        "model.layers.3.moe.gate_proj.weight",
+        "model.layers.3.moe.down_proj.weight_scale_inv",
+        "language_model.model.layers.3.mlp.experts.fc1.weight",
     ],
 )
 def test_cold(name: str) -> None:
@@ -34,6 +39,10 @@ def test_cold(name: str) -> None:
         "model.layers.1.mlp.experts.8.gate_proj.weight",  # the model will say so
         "model.layers.1.mlp.experts.gate_up_proj",  # some of them are hot
         "model.layers.1.mlp.experts.gate_proj.0.weight",
+        "model.layers.1.block_sparse_moe.output_linear.weight",  # some of them are hot
+        "model.layers.3.block_sparse_moe.router.layer.weight",
+        "model.layers.3.shared_mlp.input_linear.weight",
+        "model.layers.3.moe.gate.weight",
         "model.layers.2.mlp.experts.5.gate_proj.weight",  # a layer that is not ours
         "model.layers.13.mlp.experts.5.gate_proj.weight",
         "model.layers.3.mlp.shared_experts.gate_proj.weight",

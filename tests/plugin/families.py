@@ -58,7 +58,7 @@ FAMILIES = {
         published="ExaoneMoEForCausalLM",
         replaced=dict(is_moe_layer=[False, True]),
     ),
-    "Glm4MoeForCausalLM": Family(GROUPS, {}, {}),
+    "Glm4MoeForCausalLM": Family(GROUPS | dict(head_dim=32), {}, {}),
     "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
     "GraniteMoeForCausalLM": Family({}, {}, {}),
     "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}, {}),

@@ -31,6 +31,8 @@ LING = dict(
     use_rmsnorm=True,
     embedding_dropout=0.0,
     rotary_dim=16,
+    head_dim=32,
+    num_experts=EXPERTS,
 )
 BIASED = dict(num_shared_experts=1, score_function="sigmoid", moe_router_enable_expert_bias=True)
 # Of Mistral's own files, by the names of DeepSeek-V2. The order matters.
@@ -115,7 +117,13 @@ ALIKE: dict[str, Family] = {
         dict(shared_intermediate_size=64, attention_multiplier=32**-0.5),
         {},
         like="GraniteMoeSharedForCausalLM",
-        replaced=dict(n_shared_experts=2, first_k_dense_replace=0, scoring_func="softmax"),
+        replaced=dict(
+            n_routed_experts=EXPERTS,
+            n_shared_experts=2,
+            moe_intermediate_size=32,
+            first_k_dense_replace=0,
+            scoring_func="softmax",
+        ),
         renamed={
             "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
             "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",

@@ -87,6 +87,8 @@ STEP_SETTINGS = dict(
     norm_expert_weight=True,
     use_moe_router_bias=True,
     need_fp32_gate=True,
+    n_routed_experts=None,
+    num_experts_per_tok=None,
     rope_theta=[10000.0, 500000.0],
     rope_parameters=None,
     per_layer_config=None,
@@ -166,6 +168,7 @@ MULTIMODAL: dict[str, Family] = {
     "Glm4vMoeForConditionalGeneration": Family(
         GROUPS
         | dict(
+            head_dim=32,
             n_group=1,
             topk_group=1,
             partial_rotary_factor=0.5,
@@ -277,7 +280,13 @@ MULTIMODAL: dict[str, Family] = {
         ),
     ),
     "Qwen3VLMoeForConditionalGeneration": Family(
-        MROPE, {}, {}, inside=TEXT, around=PATCHES, wide=WIDE_MROPE, transposed=True
+        MROPE | dict(norm_topk_prob=True),
+        {},
+        {},
+        inside=TEXT,
+        around=PATCHES,
+        wide=WIDE_MROPE,
+        transposed=True,
     ),
     "AriaForConditionalGeneration": Family(
         dict(

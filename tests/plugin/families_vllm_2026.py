@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from families_2026 import FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
+from families_2026 import DENSE_FIRST, FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
 from families_alike import ALIKE
 from families_multimodal import MULTIMODAL, TEXT
 from family_settings import (
     EXPERTS,
     LINEAR_ATTENTION,
+    MLA,
     NEMOTRON_H,
     NO_MEDIA,
     SHARED,
@@ -76,6 +77,64 @@ NEMOTRON_OMNI = Family(
     ),
 )
 
+LING_2_5 = replace(
+    ALIKE["BailingMoeV2ForCausalLM"],
+    vllm=None,
+    sglang=None,
+    by_stock=(),
+    untried=("vllm",),
+    replaced=ALIKE["BailingMoeV2ForCausalLM"].replaced
+    | dict(
+        layer_group_size=2,
+        q_lora_rank=None,
+        kv_lora_rank=32,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        num_experts=EXPERTS,
+        moe_shared_expert_intermediate_size=32,
+    ),
+)
+GLM_5_NEXT = Family(
+    MLA
+    | ONE_GROUP
+    | DENSE_FIRST
+    | dict(
+        qk_rope_head_dim=0,
+        head_dim=0,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_heads=4,
+        linear_head_dim=128,
+        index_n_heads=4,
+        hc_mult=2,
+        swiglu_limit=1.5,
+        rope_parameters=ROPE,
+    ),
+    untried=("vllm",),
+    settings="Glm5NextConfig",
+    replaced=dict(mhc=True, topk_method="noaux_tc", scoring_func="sigmoid", mla_use_nope=True),
+    inside=TEXT,
+    around=dict(
+        vision_config=dict(
+            depth=1,
+            hidden_size=64,
+            intermediate_size=64,
+            num_heads=2,
+            patch_size=14,
+            image_size=56,
+            out_hidden_size=128,
+            projection_intermediate_size=64,
+        ),
+        image_token_id=130,
+        video_token_id=131,
+        image_start_token_id=132,
+        image_end_token_id=133,
+        video_start_token_id=134,
+        video_end_token_id=135,
+    ),
+)
+KIMI_LINEAR = FAMILIES_2026["KimiLinearForCausalLM"]
+
 VLLM_2026: dict[str, Family] = {
     "Step3TextForCausalLM": Family(
         dict(
@@ -88,8 +147,12 @@ VLLM_2026: dict[str, Family] = {
         settings="GraniteMoeSharedConfig",
         replaced=dict(
             model_type="step3_text",
+            num_local_experts=None,
+            num_experts_per_tok=None,
             moe_num_experts=EXPERTS,
             moe_top_k=TOP_K,
+            moe_intermediate_size=32,
+            head_dim=32,
             moe_layers_enum="0,1",
             norm_expert_weight=True,
             share_expert_dim=64,
@@ -139,7 +202,7 @@ VLLM_2026: dict[str, Family] = {
     "MiniCPMV4_6ForConditionalGeneration": MINICPM,
     "MiniCPMV4_7ForConditionalGeneration": MINICPM,
     "Gemma4UnifiedForConditionalGeneration": Family(
-        GEMMA4,
+        GEMMA4 | dict(num_experts=EXPERTS, moe_intermediate_size=32),
         {},
         inside=TEXT,
         around=dict(
@@ -174,6 +237,7 @@ VLLM_2026: dict[str, Family] = {
             mlp_only_layers=[0],
             decoder_sparse_step=1,
             num_experts=EXPERTS,
+            head_dim=32,
         ),
     ),
     "InternS2MobiusForConditionalGeneration": replace(
@@ -193,5 +257,55 @@ VLLM_2026: dict[str, Family] = {
     ),
     "Qwen3_5ForConditionalGeneration": replace(
         MULTIMODAL["Qwen3_5MoeForConditionalGeneration"], like="Qwen3_5MoeForConditionalGeneration"
+    ),
+    # Only their MoE layers are compared.
+    "BailingMoeV2_5ForCausalLM": LING_2_5,
+    "BailingMoeV3ForCausalLM": LING_2_5,
+    "BailingMoeV3VLForConditionalGeneration": replace(
+        LING_2_5,
+        nested=dict(
+            model_type="bailing_moe_v3_vl",
+            vision_config=dict(
+                depth=1, hidden_size=64, intermediate_size=64, num_heads=2, out_hidden_size=128
+            ),
+        ),
+    ),
+    "Glm5NextForCausalLM": replace(
+        GLM_5_NEXT,
+        like="Glm5NextForConditionalGeneration",
+        dropped="visual",
+        renamed={"model.language_model.": "model."},
+        text_only=True,
+    ),
+    "Glm5NextForConditionalGeneration": GLM_5_NEXT,
+    "KimiK3ForConditionalGeneration": replace(
+        KIMI_LINEAR,
+        config=KIMI_LINEAR.config
+        | dict(
+            routed_expert_hidden_size=64,
+            activation_situ_beta=1.5,
+            activation_situ_linear_beta=2.0,
+        ),
+        gpu=(),
+        by_stock=(),
+        settings="KimiLinearConfig",
+        renamed=KIMI_LINEAR.renamed
+        | {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        replaced=KIMI_LINEAR.replaced
+        | dict(
+            hidden_act="situ",
+            latent_moe_use_norm=True,
+            num_experts=EXPERTS,
+        ),
+        nested=dict(
+            model_type="kimi_k3",
+            vision_config=dict(
+                vt_num_attention_heads=2,
+                vt_num_hidden_layers=1,
+                vt_hidden_size=64,
+                vt_intermediate_size=64,
+                qkv_hidden_size=64,
+            ),
+        ),
     ),
 }

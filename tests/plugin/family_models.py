@@ -6,6 +6,7 @@ Weights are BF16 values, as in tiny_model. The reference computes in float32.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import re
 import shutil
@@ -88,6 +89,9 @@ def _as_published(name: str, family: Family, path: Path) -> None:
             del part[key]
         if family.text_only:
             written = part | {"architectures": written["architectures"]}
+        if family.nested is not None:
+            around = {"architectures": written.pop("architectures"), "text_config": written}
+            written = around | family.nested
         file.write_text(json.dumps(written))
     if family.dropped or family.transposed or family.renamed:
         file, kept = path / "model.safetensors", {}
@@ -125,16 +129,34 @@ def _configuration(name: str, family: Family, changed: dict[str, Any]) -> Any:
     # transformers changes nested settings.
     own = {"vocab_size": VOCABULARY + 16 if family.inside else VOCABULARY}
     own |= {"num_experts_per_tok": family.top_k}
-    given = copy.deepcopy(COMMON | own | family.config | changed)
+    settings = getattr(transformers, family.settings or kind)
+    known = _names_in(_text_settings(settings, family))
+    common = {name: value for name, value in COMMON.items() if name in known}
+    given = copy.deepcopy(common | own | family.config | changed)
     if family.inside:
         around = copy.deepcopy(family.around)
         part = around
         for inner in family.inside[:-1]:
             part = part[inner]
-        tied = {"tie_word_embeddings": given["tie_word_embeddings"]}
+        tied = {"tie_word_embeddings": COMMON["tie_word_embeddings"]}
         part |= {family.inside[-1]: given} | tied
         given = around | tied
-    return getattr(transformers, family.settings or kind)(**given)
+    return settings(**given)
+
+
+def _text_settings(settings: Any, family: Family) -> Any:
+    """The configuration's class of the text model inside that of a multimodal one."""
+    if "model_type" in family.config:
+        return transformers.CONFIG_MAPPING[family.config["model_type"]]
+    for inner in family.inside:
+        settings = type(getattr(settings(), inner))
+    return settings
+
+
+def _names_in(settings: Any) -> set[str]:
+    """The settings that a configuration has. Others would be written, too, and published ones lack
+    them."""
+    return {field.name for field in dataclasses.fields(settings)} | {*settings.attribute_map}
 
 
 class FamilyReference(Reference):

@@ -118,9 +118,11 @@ class Family:
     part stacks of experts; gate and up are apart in both. text_only: whether the text model of a
     multimodal class is published by itself. like: for a class that transformers does not know, one
     of transformers, or of reference_models, that computes the same. median, mean: how far
-    log-probabilities may be from the reference's. by_stock: engines that do not compute what transformers does, so they are compared
-    with themselves. cold_only: engines whose kernels for the CPU cannot compute any of its experts,
-    so none is hot. tokenizer: whether the engine's class reads one when it is built.
+    log-probabilities may be from the reference's. by_stock: engines that do not compute what
+    transformers does, so they are compared with themselves. cold_only: engines whose kernels for
+    the CPU cannot compute any of its experts, so none is hot. tokenizer: whether the engine's class
+    reads one when it is built. nested: settings around those of the text model in published
+    checkpoints, for a multimodal class whose reference is the text model.
     """
 
     config: dict[str, Any]
@@ -144,6 +146,7 @@ class Family:
     parted: Literal["experts", "stacks"] | None = None
     text_only: bool = False
     tokenizer: bool = False
+    nested: dict[str, Any] | None = None
     like: str | None = None
     median: float = 0.005
     mean: float = 0.01

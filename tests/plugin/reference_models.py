@@ -5,6 +5,7 @@ They have the names of FAMILIES, or those that ``like`` gives there.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -13,6 +14,12 @@ from torch import nn
 from torch.nn.functional import linear
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedRMSNorm
+from transformers.models.kimi_linear.modeling_kimi_linear import (
+    KimiLinearExperts,
+    KimiLinearMLP,
+    KimiLinearMoE,
+    KimiLinearRMSNorm,
+)
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
     Qwen3VLMoeTextRotaryEmbedding,
     Qwen3VLMoeTextTopKRouter,
@@ -111,3 +118,60 @@ class Gemma4UnifiedForConditionalGeneration(transformers.Gemma4UnifiedForConditi
 class NemotronH_Omni_Reasoning_V3(transformers.NemotronH_Omni_Reasoning_V3):
     def get_output_embeddings(self) -> nn.Module:
         return self.language_model.get_output_embeddings()
+
+
+def situ(gate: torch.Tensor, up: torch.Tensor, config: Any) -> torch.Tensor:
+    """Kimi-K3's activation."""
+    beta, linear_beta = config.activation_situ_beta, config.activation_situ_linear_beta
+    bounded = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
+    return bounded * linear_beta * torch.tanh(up / linear_beta)
+
+
+class SituExperts(KimiLinearExperts):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(x)
+        for expert in range(self.num_experts):
+            gate, up = linear(x, self.gate_up_proj[expert]).chunk(2, -1)
+            y = linear(situ(gate, up, self.config), self.down_proj[expert])
+            out += y * (weights * (ids == expert)).sum(-1, keepdim=True)
+        return out
+
+
+class SituMLP(KimiLinearMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(situ(self.gate_proj(x), self.up_proj(x), self.config))
+
+
+class LatentMoE(KimiLinearMoE):
+    """The routed experts compute in a smaller space; the shared experts do not."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        inside = copy.deepcopy(config)
+        inside.hidden_size = config.routed_expert_hidden_size
+        self.experts = SituExperts(inside)
+        width = config.moe_intermediate_size * config.n_shared_experts
+        self.shared_experts = SituMLP(config, width)
+        self.routed_expert_down_proj = nn.Linear(config.hidden_size, inside.hidden_size, bias=False)
+        self.routed_expert_norm = KimiLinearRMSNorm(inside.hidden_size, config.rms_norm_eps)
+        self.routed_expert_up_proj = nn.Linear(inside.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.flatten(0, -2)
+        _, weights, ids = self.gate(x)
+        routed = self.experts(self.routed_expert_down_proj(x), ids, weights)
+        out = self.routed_expert_up_proj(self.routed_expert_norm(routed)) + self.shared_experts(x)
+        return out.view(hidden_states.shape)
+
+
+class KimiK3ForConditionalGeneration(transformers.KimiLinearForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            if isinstance(layer.mlp, KimiLinearMoE):
+                layer.mlp = LatentMoE(config)
+        self.post_init()

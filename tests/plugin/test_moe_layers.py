@@ -64,8 +64,24 @@ COMPRESSED = {
         "beta_slow": 1,
     },
 }
+# vLLM has none for MLA on the CPU, and refuses to switch it off by itself beside linear attention.
+UNCACHED = {"enable_prefix_caching": False}
 CLASSES: dict[str, dict[str, Alone]] = {
     "vllm": {
+        "BailingMoeV2_5ForCausalLM": Alone(arguments=UNCACHED),
+        "BailingMoeV3ForCausalLM": Alone(arguments=UNCACHED),
+        "BailingMoeV3VLForConditionalGeneration": Alone(
+            arguments=UNCACHED | {"limit_mm_per_prompt": NO_MEDIA}
+        ),
+        # vLLM's kernels for the CPU have no limit in SwiGLU, and no SituGLU.
+        "Glm5NextForCausalLM": Alone(arguments=UNCACHED, hot=0),
+        "Glm5NextForConditionalGeneration": Alone(
+            arguments=UNCACHED | {"limit_mm_per_prompt": NO_MEDIA}, hot=0
+        ),
+        "KimiLinearForCausalLM": Alone(arguments=UNCACHED),
+        "KimiK3ForConditionalGeneration": Alone(
+            True, UNCACHED | {"limit_mm_per_prompt": NO_MEDIA}, hot=0
+        ),
         "GraniteMoeHybridForCausalLM": Alone(),
         "JambaForCausalLM": Alone(),
         "MiniMaxM3SparseForCausalLM": Alone(arguments=SWIGLUOAI, hot=0),

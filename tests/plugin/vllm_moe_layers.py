@@ -8,10 +8,14 @@ RESULT: [{"name"}, or {"name", "error"} for a run that raised].
 """
 
 import gc
+import importlib
 import json
 import os
+import re
 import sys
 import traceback
+from collections.abc import Iterator
+from typing import Any
 
 import moe_layers_run
 import torch
@@ -21,6 +25,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_KIMI_K3_GEMM_AR="0",  # a kernel for GPUs
 )
 
 
@@ -57,8 +62,51 @@ def run(one: dict) -> None:
         cleanup_dist_env_and_memory()
 
 
+# Attention that the CPU has not. It is not called, so it is left out.
+ATTENTION = {
+    "vllm.model_executor.models.bailing_moe_linear": (
+        "BailingMoELinearAttention",
+        "BailingMoeV25MLAAttention",
+    ),
+    "vllm.model_executor.models.bailing_moe_v3": (
+        "BailingMoeV3KimiDeltaAttention",
+        "BailingMoeV3MLAAttention",
+    ),
+    "vllm.models.glm5next.common.model": ("Glm5NextLinearAttention", "Glm5NextMLAAttention"),
+    "vllm.models.kimi_k3.nvidia.model": (
+        "KimiK3DeltaAttention",
+        "KimiLinearGatedDeltaNetAttention",
+        "MultiHeadLatentAttention",
+    ),
+}
+
+
+class NoAttention(torch.nn.Module):
+    def __init__(self, *given: object, **more: object) -> None:
+        super().__init__()
+
+
+def leave_attention_out() -> None:
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    for module, names in ATTENTION.items():
+        for name in names:
+            setattr(importlib.import_module(module), name, NoAttention)
+    get_all_weights = DefaultModelLoader.get_all_weights
+
+    def without_attention(loader: Any, config: Any, model: torch.nn.Module) -> Iterator[Any]:
+        left_out = any(isinstance(module, NoAttention) for module in model.modules())
+        for name, weight in get_all_weights(loader, config, model):
+            if not (left_out and re.search(r"\.(self_attn|attention)\.", name)):
+                yield name, weight
+
+    DefaultModelLoader.get_all_weights = without_attention
+
+
 def main() -> None:
     import vllm_stand_ins  # noqa: F401
+
+    leave_attention_out()
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()  # vLLM starts one for each class: 10 s

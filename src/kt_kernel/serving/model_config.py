@@ -7,7 +7,7 @@ from typing import Any
 from ..routes.model import RoutedModel
 from .option_table import OptionError
 
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 # Model types whose configuration says nothing of dense layers, because they have none.
 _EVERY_LAYER = (
     "gpt_oss",

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
+from ..checkpoint.safetensors.families import FAMILIES
 from ..moe.placement import Placement
 
 _T = TypeVar("_T")
@@ -22,6 +23,16 @@ _NUMBER = re.compile(r"(?:(?:gate|up|down)_proj\.)?(\d{1,9})\.")
 # A stack of a projection of all experts. Other tensors in the module, such as the bias of a router,
 # are the engine's.
 _STACK = re.compile(r"(?:gate_up_proj|gate_proj|up_proj|down_proj|w[123]|w13)(?![a-z0-9])")
+# Stacks by the names of a family, not all of which are in a module "experts".
+_FAMILY_STACKS = {
+    re.escape(name.removesuffix(".weight"))
+    for family in FAMILIES.values()
+    for stacked in family.stacked
+    for name in stacked.names().values()
+}
+_FAMILY_STACK = re.compile(
+    rf"(?:^|\.)layers\.(\d{{1,9}})\.({'|'.join(sorted(_FAMILY_STACKS))})(?![a-z0-9])"
+)
 
 
 class NamesReadHere:
@@ -34,13 +45,14 @@ class NamesReadHere:
     def __contains__(self, name: str) -> bool:
         """Whether a tensor holds experts that kt-moe reads, and nothing else. A tensor with all
         experts of a layer does only if kt-moe reads all of them."""
-        match = _EXPERTS.search(name)
+        stack = _FAMILY_STACK.search(name)
+        match = _EXPERTS.search(name) or stack
         placement = self._placements.get(int(match[1])) if match else None
         if match is None or placement is None:
             return False
         number = _NUMBER.match(match[2])
         if number is None:
-            return placement.num_slots == 0 and _STACK.match(match[2]) is not None
+            return placement.num_slots == 0 and bool(stack or _STACK.match(match[2]))
         expert = int(number[1])
         return expert < placement.num_experts and placement.slots[expert] < 0
 
