@@ -24,7 +24,7 @@ from typing import Any
 
 from cache_control import FIXED, MOVING, about_engine
 from cache_model import RECORDED, write_model
-from outputs import output_file
+from outputs import output_file, save_result
 from shapes import parse_shape
 
 from kt_kernel.routes.record import RouteRecord
@@ -166,7 +166,7 @@ def main() -> None:
     for row in rows(args, bench):
         result["rows"].append(row)
         print(json.dumps(row), flush=True)
-        args.json.write_text(json.dumps(result, indent=1))
+        save_result(args.json, result)
     sys.stdout.flush()
     os._exit(0)  # engines take long to end, and everything is saved
 

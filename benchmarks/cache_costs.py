@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from cache import arguments, start
 from cache_control import FIXED, MOVING, STILL, about_engine
+from outputs import save_result
 
 from kt_kernel.device.cache import CudaCache, allow_captures_elsewhere
 from kt_kernel.device.uploads import CudaUploads, HostUploads, Upload
@@ -230,7 +231,7 @@ def main() -> None:
     for name, row in costs.all():
         result.setdefault(name, []).append(row)
         print(name, json.dumps(row), flush=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        save_result(args.json, result)
     sys.stdout.flush()
     os._exit(0)  # engines take long to end, and everything is saved
 

@@ -27,7 +27,7 @@ import torch
 from cache_control import FIXED, RESTLESS, Control, about_engine
 from in_memory import VOCABULARY, weights_without_experts
 from machine import anonymous_memory
-from outputs import output_file
+from outputs import output_file, save_result
 from prompts import ENGINES
 from safetensors.torch import save_file
 from shapes import Shape
@@ -256,7 +256,7 @@ def main() -> None:
     def say(name: str, found: Any) -> None:
         result[name] = found
         print(name, json.dumps(found), flush=True)
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        save_result(args.json, result)
 
     compare(engine, args.moves, say)
     sys.stdout.flush()

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from outputs import output_file
+from outputs import output_file, save_result
 
 BLOCKS = 10  # of a step, each with bookkeeping and some operations
 OPERATIONS, ELEMENTS = 5, 64
@@ -197,7 +197,7 @@ def main() -> None:
             found[name] = {"median": middle, "rounds": of_version}
             print(name, json.dumps(middle))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save_result(args.json, found)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from machine import about
-from outputs import output_file
+from outputs import output_file, save_result
 from route_table import VARIABLE
 from shapes import Shape, parse_shape
 from synthetic import config, make
@@ -299,7 +299,7 @@ def main() -> None:
             result["rows"].append(row)
             print(line(row["name"], row), flush=True)
             if args.json:
-                args.json.write_text(json.dumps(result, indent=1) + "\n")
+                save_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from figures import draw_saved, plt
+from figures import draw_saved, plt, save_figure
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
@@ -42,8 +42,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
             fontsize=9,
             color="0.35",
         )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path, dpi=130)
 
 
 def _rows(result: dict[str, Any]) -> list[Row]:

@@ -17,7 +17,10 @@ except ImportError:
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-__all__ = ["draw_saved", "plt"]
+from kt_kernel.runtime.figures import png_of
+from kt_kernel.runtime.files import write_output
+
+__all__ = ["draw_saved", "plt", "save_figure"]
 
 
 def draw_saved(
@@ -28,3 +31,9 @@ def draw_saved(
     if len(arguments) < 2:
         raise SystemExit(usage)
     plot([json.loads(Path(name).read_text()) for name in arguments[1:]], Path(arguments[0]))
+
+
+def save_figure(figure: Any, path: Path, dpi: int) -> None:
+    """Writes a figure as PNG, and forgets it. dpi: pixels per inch of its size."""
+    write_output(path, png_of(figure, dpi))
+    plt.close(figure)

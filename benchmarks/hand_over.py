@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from machine import about
-from outputs import output_file
+from outputs import output_file, save_result
 
 from kt_kernel import KTMoEWrapper, model_scope
 
@@ -153,7 +152,7 @@ def main() -> None:
                 flush=True,
             )
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        save_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
+from typing import Any
 
 
 def output_file(text: str) -> Path:
@@ -17,3 +19,10 @@ def output_file(text: str) -> Path:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from None
     return Path(text)
+
+
+def save_result(path: Path, result: Any) -> None:
+    """Writes a result as JSON. A run that is killed leaves the one that was saved before."""
+    from kt_kernel.runtime.files import write_output
+
+    write_output(path, json.dumps(result, indent=1) + "\n")

@@ -16,7 +16,6 @@ token at a time with a key-value cache.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 from importlib.resources import files
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from outputs import output_file
+from outputs import output_file, save_result
 
 import kt_kernel
 from kt_kernel.accuracy.loss import (
@@ -109,7 +108,7 @@ def main() -> None:
             "machine": platform.machine(),
             "window": args.window,
         }
-        args.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+        save_result(args.json, {**about, "rows": rows})
 
 
 if __name__ == "__main__":

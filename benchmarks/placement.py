@@ -10,7 +10,6 @@ if it had been decoded. Needs matplotlib.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from outputs import output_file
+from outputs import output_file, save_result
 
 from kt_kernel.routes.compare import compare
 from kt_kernel.routes.locality import reuse
@@ -73,7 +72,7 @@ def main(arguments: list[str] | None = None) -> None:
         }
     print("\n".join(table(panels)))
     saved["timed"] = timed(48, args.timed_tokens)
-    args.out.with_suffix(".json").write_text(json.dumps(saved, indent=1) + "\n")
+    save_result(args.out.with_suffix(".json"), saved)
     plot_policies(panels, args.out.with_suffix(".png"))
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from figures import draw_saved, plt
+from figures import draw_saved, plt, save_figure
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, PercentFormatter
@@ -55,8 +55,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         right.legend(
             handles=_legend(rows), loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False
         )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path, dpi=130)
 
 
 def _tables(result: dict[str, Any]) -> list[str]:

@@ -37,7 +37,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import stream_modes
-from outputs import output_file
+from outputs import output_file, save_result
 from prompts_more import (
     APART,
     TOGETHER,
@@ -189,7 +189,7 @@ def serve(args: argparse.Namespace, result: dict[str, Any], folder: Path) -> Non
                     row[name] = found
                     print(name, json.dumps(found), flush=True)
             result["rows"].append(row)
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+            save_result(args.json, result)
             if number + 1 == len(args.configurations):
                 os._exit(0)  # engines take long to end, and everything is saved
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from figures import draw_saved, plt
+from figures import draw_saved, plt, save_figure
 from matplotlib.axes import Axes
 from stream_modes import CPU, NO_COPIES, SHARED, STREAMED
 
@@ -44,8 +44,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         engine, shape = ENGINES[result["engine"]], result["shape"]["name"]
         title = f"{row['method']}, no expert hot: {engine}, {result['layers']} layers of {shape}"
         panel.set_title(title, fontsize=10)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    save_figure(figure, path, dpi=110)
 
 
 def _draw(panel: Axes, row: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from statistics import median
 from typing import Any
 
 import psutil
-from outputs import output_file
+from outputs import output_file, save_result
 from prompts_more import distance
 from stream_gates import LOADED, MEASURE, MEASURED, SERVE
 from stream_gates import VARIABLE as GATES
@@ -345,7 +345,7 @@ def main() -> None:
     }
 
     def save() -> None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        save_result(args.out, result)
 
     with tempfile.TemporaryDirectory() as temporary:
         for content in plan["groups"]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import sys
 import time
 from contextlib import ExitStack
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from machine import Ceilings, about, busy_note
 from methods import METHODS, SOURCES, USUAL_METHODS
-from outputs import output_file
+from outputs import output_file, save_result
 from report import add_fair_shares, add_ratios, print_beside, print_ceilings, print_rows, row_of
 from rounds import Line, end_foreign, run_rounds
 from setups import ROWS, NotMeasured, Setup, setups
@@ -194,7 +193,7 @@ class Report:
 
     def save(self) -> None:
         if self._args.json:
-            self._args.json.write_text(json.dumps(self.content(), indent=1) + "\n")
+            save_result(self._args.json, self.content())
 
 
 def run_group(

@@ -37,7 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from outputs import output_file
+from outputs import output_file, save_result
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -334,7 +334,7 @@ def main() -> None:
                 row["break_even"] = plain[0]["rejected"] / row["rejected"]
             print(json.dumps(row), flush=True)
             rows.append(row)
-            args.json.write_text(json.dumps(result, indent=1) + "\n")
+            save_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from outputs import output_file
+from outputs import output_file, save_result
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -261,7 +261,7 @@ def main() -> None:
     for name, values in found["beside_one_stopped_in_a_step"].items():
         print(f"beside {name}, stopped in a step: {', '.join(f'{v:.0f}' for v in values)} tokens/s")
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        save_result(args.json, found)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from machine import about
-from outputs import output_file
+from outputs import output_file, save_result
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.device.backend import CudaBackend
@@ -181,7 +181,7 @@ def main() -> None:
         "streaming": [streaming(method, args) for method in args.methods],
     }
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        save_result(args.json, result)
 
 
 if __name__ == "__main__":

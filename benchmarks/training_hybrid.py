@@ -14,14 +14,13 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import os
 import time
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from outputs import output_file
+from outputs import output_file, save_result
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
 
@@ -223,7 +222,7 @@ def main() -> None:
                 flush=True,
             )
             if args.json:
-                args.json.write_text(json.dumps(content, indent=1) + "\n")
+                save_result(args.json, content)
         del model, modules
 
 

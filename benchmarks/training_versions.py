@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
 from helper import Helper, HelperError
-from outputs import output_file
+from outputs import output_file, save_result
 from peer_client import PACKAGE
 from saved import Content
 from shapes import parse_shape
@@ -132,7 +131,7 @@ def main() -> None:
             for (m, t, v), visits in times.items()
         ],
     }
-    args.json.write_text(json.dumps(content, indent=1) + "\n")
+    save_result(args.json, content)
     print(versions_table(content))
 
 

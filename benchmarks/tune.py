@@ -32,7 +32,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from outputs import output_file
+from outputs import output_file, save_result
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # or a process that forks initialises CUDA
@@ -400,7 +400,7 @@ class Run:
 
     def _say(self, text: str) -> None:
         print(f"[{time.monotonic() - self._begin:.0f} s] {text}", flush=True)
-        self._args.json.write_text(json.dumps(self._result, indent=1) + "\n")
+        save_result(self._args.json, self._result)
 
 
 def main() -> None:
@@ -439,7 +439,7 @@ def main() -> None:
     if args.again is not None:
         result = with_predictions(json.loads(args.again.read_text()))
         print(*map(line, result["rows"]), sep="\n")
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        save_result(args.json, result)
     else:
         with tempfile.TemporaryDirectory() as place:
             run = Run(args, Path(place))

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from outputs import output_file
+from outputs import output_file, save_result
 
 DECODE = 1  # tokens
 VISITS = {"decode": (15, 25), "prefill": (1, 14)}  # passes of a visit, rounds
@@ -198,7 +198,7 @@ def main() -> None:
         "repeats": args.repeats,
         "rows": rows,
     }
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    save_result(args.json, result)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import subprocess
@@ -555,3 +556,18 @@ def test_synthetic_checkpoints_are_those_of_transformers(
     times = {file: file.stat().st_mtime_ns for file in path.iterdir()}
     module("synthetic").make(path, shape, 2, 100)
     assert {file: file.stat().st_mtime_ns for file in path.iterdir()} == times
+
+
+def test_results_are_saved_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link stays, and what cannot be written leaves the result that was saved before."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    outputs = importlib.import_module("outputs")
+    (tmp_path / "link").symlink_to("file")
+    outputs.save_result(tmp_path / "link", {"rows": [1]})
+    before = (tmp_path / "file").stat().st_ino
+    with pytest.raises(TypeError):
+        outputs.save_result(tmp_path / "link", {"rows": [object()]})
+    assert json.loads((tmp_path / "file").read_text()) == {"rows": [1]}
+    outputs.save_result(tmp_path / "link", {"rows": [1, 2]})
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").stat().st_ino != before
+    assert json.loads((tmp_path / "link").read_text()) == {"rows": [1, 2]}

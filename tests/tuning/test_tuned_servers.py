@@ -134,6 +134,7 @@ def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.Monkey
     program = (
         "print('ValueError: the reason');"
         "print('RuntimeError: Engine core initialization failed. See root cause above.');"
+        "print('WARNING 11-30 16:43:58 [utils.py:255] This can cause OSError: too many files');"
         "raise SystemExit(3)"
     )
     monkeypatch.setattr(ServerPlan, "command", lambda plan, port: [sys.executable, "-c", program])

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..runtime.figures import png_of
 from ..runtime.files import need_writable, write_output
 from .simulator import Result
 from .statistics import ExpertStatistics
@@ -35,7 +35,7 @@ def plot_heat_map(statistics: ExpertStatistics, path: str | os.PathLike[str]) ->
     axes.set_ylabel("layer")
     axes.set_title(f"{statistics.model.describe()}: {statistics.tokens.max():,.0f} tokens")
     figure.colorbar(image, label="uses / mean of the layer")
-    _write(figure, path)
+    write_output(path, png_of(figure, dpi=110))
 
 
 def plot_policies(results: Mapping[str, Sequence[Result]], path: str | os.PathLike[str]) -> None:
@@ -57,7 +57,7 @@ def plot_policies(results: Mapping[str, Sequence[Result]], path: str | os.PathLi
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("hit rate (%)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
-    _write(figure, path)
+    write_output(path, png_of(figure, dpi=110))
 
 
 def check_plot(path: str | os.PathLike[str]) -> None:
@@ -73,9 +73,3 @@ def _figure_class() -> Any:
     except ImportError as error:
         raise ImportError(f"plots need matplotlib ({error}); install it with pip") from error
     return Figure
-
-
-def _write(figure: Any, path: str | os.PathLike[str]) -> None:
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=110)
-    write_output(path, picture.getvalue())

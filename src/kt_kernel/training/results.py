@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..runtime.figures import png_of
 from ..runtime.files import replace_file
 
 #: (number of optimizer steps done, value).
@@ -92,6 +92,4 @@ def plot(metrics: Metrics, path: str, title: str) -> None:
     axes.margins(0.08)
     axes.grid(alpha=0.3)
     axes.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png", dpi=120)
-    replace_file(path, picture.getvalue())
+    replace_file(path, png_of(figure, dpi=120))

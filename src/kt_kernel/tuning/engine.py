@@ -49,6 +49,7 @@ VOCABULARY = 256  # of prompts; every model has as many tokens
 _START = 1800  # seconds for a server with large weights
 _SAY = 60  # seconds between lines that say what is waited for
 _ERROR = re.compile(r"\berror: |\w+(Error|Exception): ")
+_NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING) |See root cause")
 _ROUNDS = 3
 _ANSWER = 500  # bytes of an engine's refusal that are shown
 # Tokens of a context that the longest prompt leaves free, for its answer and by the engine's rule:
@@ -227,7 +228,7 @@ def serving(
 def _reason(lines: Sequence[str]) -> str:
     """The line of a log that says why a server ended. Engines report the error of their first
     process once more, without its text."""
-    errors = [line for line in lines if _ERROR.search(line) and "See root cause" not in line]
+    errors = [line for line in lines if _ERROR.search(line) and not _NO_ERROR.search(line)]
     return " ".join((errors or list(lines) or ["no output"])[-1].split())
 
 
