@@ -325,6 +325,24 @@ def test_an_engine_measured_with_few_layers() -> None:
     assert found.launch == pytest.approx(4.5e-3)
 
 
+def test_an_engine_is_measured_once_its_steps_are_short() -> None:
+    """The first steps take longer: 2.4, 2.0, 1.9 ms and then 1.8."""
+
+    class Settling:
+        steps = [1.8e-3] * 20 + [1.9e-3, 2e-3, 2.4e-3]
+
+        def decode(self, streams: int, context: int) -> float:
+            return self.steps.pop() + 1e-5 * streams
+
+        def prefill(self, tokens: int) -> float:
+            return 5e-3
+
+    server: Any = Settling()
+    found = measure_engine("sglang", server, 2, lambda n: (1.0, 0.0), 5e14, lambda n: 0.0, 400)
+    assert found.host_step(1) == pytest.approx(1.81e-3)
+    assert found.host_step(4) == pytest.approx(1.84e-3)
+
+
 def test_attention_has_a_rate_of_its_own() -> None:
     """A GPU that reaches 40% of its rate, and 10% in attention: what is predicted for other lengths
     is what such a GPU takes, added up batch by batch and token by token."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import re
@@ -51,6 +52,8 @@ _SAY = 60  # seconds between lines that say what is waited for
 _ERROR = re.compile(r"\berror: |\w+(Error|Exception): ")
 _NO_ERROR = re.compile(r"\b(DEBUG|INFO|WARNING) |See root cause")
 _ROUNDS = 3
+_SETTLING = 15  # seconds in which an engine's steps get shorter, at most
+_SHORTER = 0.98  # times the shortest step so far: a step that is shorter
 _ANSWER = 500  # bytes of an engine's refusal that are shown
 # Tokens of a context that the longest prompt leaves free, for its answer and by the engine's rule:
 # SGLang refuses prompts that leave six or less.
@@ -232,6 +235,15 @@ def _reason(lines: Sequence[str]) -> str:
     return " ".join((errors or list(lines) or ["no output"])[-1].split())
 
 
+def _settle(server: Server) -> None:
+    """Decodes until steps no longer get shorter: for some seconds, an engine's first ones do."""
+    best, longer, end = math.inf, 0, time.monotonic() + _SETTLING
+    while longer < _ROUNDS and time.monotonic() < end:
+        step = server.decode(1, 32)
+        longer = longer + 1 if step > _SHORTER * best else 0
+        best = min(best, step)
+
+
 def measure_engine(
     engine: str,
     server: Server,
@@ -255,6 +267,7 @@ def measure_engine(
         longest: tokens of the longest prompt to try; the server's context is larger.
         batch: tokens of the engine's largest batch. The host prepares each batch of a prompt.
     """
+    _settle(server)
     times = [(n, server.decode(n, 32)) for n in (1, 4, 16)]
     # What the host takes does not show where the GPU takes about as long.
     step = rising([(n, t) for n, t in times if gpu_step(n) < _HIDES * t] or times[:1])
