@@ -24,6 +24,8 @@ _LOADED_WRONGLY = {
         """'{"architectures": ["Llama4ForConditionalGeneration"]}'"""
     )
 }
+# Model classes whose experts SGLang computes apart from their layers if there are several ranks.
+_ONE_RANK = ("BeamForCausalLM",)
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
 
 _logger = logging.getLogger("sglang.kt")
@@ -65,6 +67,11 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         if name in _LOADED_WRONGLY:
             raise OptionError(f"model class {name}: {_LOADED_WRONGLY[name]}")
     refuse_class(classes, options, CONTRACT.engine, _logger)
+    if arguments.tp_size > 1 and {*classes} & {*_ONE_RANK}:
+        raise OptionError(
+            f"--tp-size {arguments.tp_size}: with several ranks, SGLang computes the experts of "
+            f"{', '.join(classes)} apart from their layers; accepted: 1"
+        )
     quantisation = model_config.quantization or arguments.quantization
     CONTRACT.refuse(arguments)
     if arguments.speculative_algorithm is not None:

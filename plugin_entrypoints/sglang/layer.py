@@ -57,6 +57,14 @@ class LayerConfig:
     experts_per_token: int | None  # for models that do not pass it to their layers, such as OLMoE
 
 
+@dataclass(frozen=True)
+class GivenMethod:
+    """A method that a model passes to its layer, and that is a module, as Beam's is: SGLang's layer
+    would register it, and could not replace it by a wrapper."""
+
+    method: Any
+
+
 class NotSeen:
     """What models find instead of KTEPWrapperMethod, see `KTEPWrapperMethod.settle_scaling`."""
 
@@ -72,6 +80,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     def __init__(self, gpu_method: Any, config: LayerConfig) -> None:
         # Does not call the base class, which sets up SGLang's own use of kt_kernel.
+        if isinstance(gpu_method, GivenMethod):
+            gpu_method = gpu_method.method
         self.gpu_method = gpu_method
         self.config = config
         self.scaling = 1.0
@@ -450,6 +460,8 @@ def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **gi
             # device, and would hold all weights in one tensor for stacked checkpoints.
             arguments |= {"quant_config": None, "use_weight_loader_fused": False}
         EXPERT_ARGUMENTS.check(arguments, place)
+        if isinstance(given_method := arguments.get("quant_method"), torch.nn.Module):
+            arguments["quant_method"] = GivenMethod(given_method)
         return original(layer, **arguments)
     return original(layer, *args, **given)
 

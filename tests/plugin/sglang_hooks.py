@@ -287,6 +287,10 @@ def check_arguments_that_need_more() -> None:
             line = refusal(arguments, gpu_prefill_token_threshold=512)
         assert line.startswith("--kt-gpu-prefill-token-threshold 512: which experts"), line
         del os.environ["KT_KERNEL_KIND"]
+    classes, model.hf_config.architectures = model.hf_config.architectures, ["BeamForCausalLM"]
+    with decided(server_args, tp_size=2) as arguments:
+        assert refusal(arguments).startswith("--tp-size 2: with several ranks"), refusal(arguments)
+    model.hf_config.architectures = classes
     with decided(server_args, quantization="awq") as arguments:
         found = refusal(arguments)
         assert "quantised with awq: " in found and "that the engine quantises" in found, found

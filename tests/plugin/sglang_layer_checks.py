@@ -343,6 +343,7 @@ def check_unchanged_activation(method: Any, layer: Any) -> None:
 def check_what_models_ask() -> None:
     """Around a layer's construction, arguments that the layer does not keep are checked, too."""
     asked: list[int] = []
+    methods: list[Any] = []
 
     def construct(
         self: Any,
@@ -350,8 +351,10 @@ def check_what_models_ask() -> None:
         with_bias: bool = False,
         new: float = 1.0,
         use_weight_loader_fused: bool = False,
+        quant_method: Any = None,
     ) -> None:
         asked.append(layer_id)
+        methods.append(quant_method)
 
     def refusal(**given: Any) -> str:
         try:
@@ -364,6 +367,11 @@ def check_what_models_ask() -> None:
     assert refusal(use_weight_loader_fused=True).startswith("layer 4: a stacked checkpoint")
     assert refusal(new=0.5).startswith("layer 4: FusedMoE has new=0.5, which kt-moe does not")
     assert len(asked) == 2
+    # torch would keep a module, and refuse the wrapper in its place.
+    module = torch.nn.Module()
+    assert refusal(quant_method=module) == "" and not isinstance(methods[-1], torch.nn.Module)
+    draft = SimpleNamespace(model=SimpleNamespace(draft=True), layer_idx=4)
+    assert kt_layer.KTEPWrapperMethod(methods[-1], draft).gpu_method is module
 
 
 def check_draft_models() -> None:
