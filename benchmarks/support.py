@@ -47,7 +47,8 @@ CLASSES = """\
 Some experts hot, the rest cold, in 16 bits; or none hot, where the engine's kernels for the CPU
 compute no experts of the class. The control lacks the cold experts. \\* compared with
 the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing,
-sparse attention or descriptions of batches by the test, because the engine has them on GPUs only
+sparse attention or descriptions of batches by the test, because the engine has them on GPUs only,
+or in float32 where the engine has bfloat16 only, or without an encoder of images
 ([details](support.md#classes)).
 """
 
@@ -64,10 +65,9 @@ else in 16 bits. The control has each expert in the place of another one. † in
 """
 
 UNSERVED = """\
-The stock engine does not serve a tiny model of these classes there that transformers wrote, so
-nothing could be compared. With `--kt-allow-untested` they may work where the engine serves them. A
-message about the configuration may come from a version of transformers that writes another one than
-the engine reads.
+The stock engine does not serve a tiny model of these classes there, so nothing could be compared.
+With `--kt-allow-untested` they may work where the engine serves them. A message about the
+configuration may come from a version of transformers that writes another one than the engine reads.
 """
 
 UNTRIED = """\

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from families_2026 import BFLOAT16, CPU_MLA, FAMILIES_2026, RECURRENT, TRITON, overriding
+from families_2026 import BFLOAT16, CPU_MLA, FAMILIES_2026, TRITON, overriding
 from families_alike import ALIKE
+from families_layers import LAYERS_ALONE
 from families_multimodal import MULTIMODAL
 from families_vllm_2026 import VLLM_2026
+from families_wrapped import WRAPPED
 from family_settings import (
     EXPERTS,
     GROUPS,
@@ -15,17 +17,22 @@ from family_settings import (
     LINEAR_ATTENTION,
     LLAMA4,
     MLA,
-    NEMOTRON_H,
     SHARED,
     TOP_K,
     Family,
 )
 
+# Of some classes, the tiny models of the engines differ.
+IN_SGLANG = {
+    f"{name} in SGLang" if name in VLLM_2026 else name: replace(family, published=name)
+    for name, family in (WRAPPED | LAYERS_ALONE).items()
+}
 FAMILIES = {
     **FAMILIES_2026,
     **MULTIMODAL,
     **ALIKE,
     **VLLM_2026,
+    **IN_SGLANG,
     "DeepseekV2ForCausalLM": Family(
         MLA
         | GROUPS
@@ -69,19 +76,6 @@ FAMILIES = {
         top_k=1,
     ),
     "MixtralForCausalLM": Family({}, {}, {}),
-    "NemotronHForCausalLM": Family(
-        NEMOTRON_H,
-        {},
-        RECURRENT | {"moe_runner_backend": "triton"},
-        cold_only=("vllm", "sglang"),
-        mean=0.03,  # for SGLang, whose median is 0.002
-        replaced=dict(
-            hybrid_override_pattern="M*E",
-            num_hidden_layers=3,
-            layers_block_type=None,
-            mtp_layers_block_type=None,
-        ),
-    ),
     "OlmoeForCausalLM": Family(dict(num_key_value_heads=4, norm_topk_prob=False), {}, {}),
     "PhimoeForCausalLM": Family(
         dict(lm_head_bias=True, attention_bias=True),
@@ -97,6 +91,3 @@ FAMILIES = {
         SHARED | LINEAR_ATTENTION, BFLOAT16, gpu=("sglang",), median=0.03, mean=0.06
     ),
 }
-FAMILIES["NemotronHPuzzleForCausalLM"] = replace(
-    FAMILIES["NemotronHForCausalLM"], like="NemotronHForCausalLM"
-)

@@ -10,6 +10,7 @@ from family_settings import (
     GROUPS,
     LINEAR_ATTENTION,
     MLA,
+    NEMOTRON_H,
     SHARED,
     TOP_K,
     VOCABULARY,
@@ -296,6 +297,19 @@ FAMILIES_2026: dict[str, Family] = {
             rope_parameters=MLA["rope_parameters"] | dict(llama_4_scaling_beta=0.1),
         ),
         untried=("vllm",),
+    ),
+    "NemotronHForCausalLM": Family(
+        NEMOTRON_H,
+        {},
+        RECURRENT | {"moe_runner_backend": "triton"},
+        cold_only=("vllm", "sglang"),
+        mean=0.03,  # for SGLang, whose median is 0.002
+        replaced=dict(
+            hybrid_override_pattern="M*E",
+            num_hidden_layers=3,
+            layers_block_type=None,
+            mtp_layers_block_type=None,
+        ),
     ),
     "Qwen3_5MoeForCausalLM": Family(
         SHARED | LINEAR_ATTENTION,

@@ -136,15 +136,18 @@ ALIKE: dict[str, Family] = {
     "MistralLarge3ForCausalLM": Family(
         MLA | ONE_GROUP | dict(first_k_dense_replace=1, topk_method="greedy", norm_topk_prob=False),
         CPU_MLA,
-        untried=("sglang",),
+        TRITON,
         like="DeepseekV2ForCausalLM",
-        replaced=dict(moe_layer_freq=1),
+        replaced=dict(moe_layer_freq=1, scoring_func="softmax"),
         renamed=MISTRAL_NAMES,
     ),
     "MiMoV2ForCausalLM": replace(
         FAMILIES_2026["MiMoV2FlashForCausalLM"],
         like="MiMoV2FlashForCausalLM",
         joined={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
+    ),
+    "NemotronHPuzzleForCausalLM": replace(
+        FAMILIES_2026["NemotronHForCausalLM"], like="NemotronHForCausalLM"
     ),
     "PanguUltraMoEForCausalLM": Family(
         SIGMOID_MLA | dict(rope_parameters=ROPE),

@@ -74,7 +74,7 @@ def _class_of(name: str) -> Any:
 
 
 def _as_published(name: str, family: Family, path: Path) -> None:
-    if family.replaced or family.repeated or family.dropped or family.renamed:
+    if family.replaced or family.repeated or family.dropped or family.renamed or family.wrapped:
         shutil.copytree(path, whole_of(path))
     file = path / "config.json"
     written, published = family.like or name, family.published or name
@@ -93,6 +93,10 @@ def _as_published(name: str, family: Family, path: Path) -> None:
             around = {"architectures": written.pop("architectures"), "text_config": written}
             written = around | family.nested
         file.write_text(json.dumps(written))
+    if family.wrapped:
+        text = json.loads(file.read_text()) | {"architectures": [family.like]}
+        around = {key: text if value is None else value for key, value in family.wrapped.items()}
+        file.write_text(json.dumps(around | {"architectures": [published]}))
     if family.dropped or family.transposed or family.renamed:
         file, kept = path / "model.safetensors", {}
         for key, tensor in load_file(file).items():
@@ -108,6 +112,9 @@ def _as_published(name: str, family: Family, path: Path) -> None:
                 keys = [first.replace(f".{parts[0]}.", f".{part}.") for part in parts]
                 joined = torch.cat([kept.pop(key) for key in keys])
                 kept[first.replace(f".{parts[0]}.", f".{name}.")] = joined
+        kept |= {
+            key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in family.added.items()
+        }
         save_file(kept, file, metadata={"format": "pt"})
 
 

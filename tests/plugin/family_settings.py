@@ -111,18 +111,20 @@ class Family:
     the sizes that GPUs need. top_k: experts per token. unset: biases that an engine ignores on the
     CPU; they are left at zero. replaced: settings of the text model in the written config.json,
     None for those that published ones lack. repeated: further ones, and those whose values they
-    have. dropped: a pattern of the tensors that published
-    checkpoints lack. transposed: whether published stacks of experts are [E, H, 2 I] and [E, I, H].
-    renamed: parts of the tensors' names, and what published checkpoints have instead. joined: names
-    of tensors, as renamed, and those whose rows they have. parted: into what published checkpoints
-    part stacks of experts; gate and up are apart in both. text_only: whether the text model of a
-    multimodal class is published by itself. like: for a class that transformers does not know, one
-    of transformers, or of reference_models, that computes the same. median, mean: how far
-    log-probabilities may be from the reference's. by_stock: engines that do not compute what
-    transformers does, so they are compared with themselves. cold_only: engines whose kernels for
-    the CPU cannot compute any of its experts, so none is hot. tokenizer: whether the engine's class
-    reads one when it is built. nested: settings around those of the text model in published
-    checkpoints, for a multimodal class whose reference is the text model.
+    have. dropped: a pattern of the tensors that published checkpoints lack. transposed: whether
+    published stacks of experts are [E, H, 2 I] and [E, I, H]. renamed: parts of the tensors' names,
+    and what published checkpoints have instead. joined: names of tensors, as renamed, and those
+    whose rows they have. parted: into what published checkpoints part stacks of experts; gate and
+    up are apart in both. text_only: whether the text model of a multimodal class is published by
+    itself. like: for a class that transformers does not know, one of transformers, or of
+    reference_models, that computes the same. wrapped: for a wrapper that transformers does not
+    know, its config.json around that of the text model, which is at the key with None. added: zero
+    tensors of other parts that its loader needs, by name. median, mean: how far log-probabilities
+    may be from the reference's. by_stock: engines that do not compute what transformers does, so
+    they are compared with themselves. cold_only: engines whose kernels for the CPU cannot compute
+    any of its experts, so none is hot. tokenizer: whether the engine's class reads one when it is
+    built. nested: settings around those of the text model in published checkpoints, for a
+    multimodal class whose reference is the text model.
     """
 
     config: dict[str, Any]
@@ -148,6 +150,8 @@ class Family:
     tokenizer: bool = False
     nested: dict[str, Any] | None = None
     like: str | None = None
+    wrapped: dict[str, Any] = field(default_factory=dict)
+    added: dict[str, tuple[int, ...]] = field(default_factory=dict)
     median: float = 0.005
     mean: float = 0.01
     by_stock: tuple[str, ...] = ()
@@ -156,7 +160,7 @@ class Family:
     def on_cpu(self, engine: str) -> dict[str, Any] | None:
         """The engine's arguments; None if it does not serve the class on the CPU."""
         given = {"vllm": self.vllm, "sglang": self.sglang}[engine]
-        if given is None or not self.inside or self.text_only:
+        if given is None or self.text_only or not (self.inside or self.wrapped):
             return given
         if engine == "vllm":
             return {"limit_mm_per_prompt": NO_MEDIA} | given

@@ -31,13 +31,13 @@ def compute_all(
     None for what else it needs.
     """
     given = load_file(one["inputs"])
-    found = {}
+    x, found = given["x"].to(next(model.parameters()).dtype), {}
     for number, block in enumerate(blocks(model, experts)):
         _, *others = inspect.signature(block.forward).parameters.values()
         more = {one.name: None for one in others if one.default is one.empty}
         takes = {one.name for one in others} & {"input_ids", "input_ids_global"}
         more |= dict.fromkeys(takes, given["tokens"])
-        out = compute(block, given["x"].clone(), **more)
+        out = compute(block, x.clone(), **more)
         out = out[0] if isinstance(out, tuple) else out
         found[str(number)] = out.float().reshape(given["x"].shape).clone()
     save_file(found, one["outputs"])

@@ -73,6 +73,7 @@ def hook(one: dict) -> None:
 
     # DeepSeek-V3.2 asks which attention the GPU has.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    torch.cuda.Stream = lambda *given, **more: None  # Kimi-K3 makes some
     # DeepSeek-V4 compiles kernels for GPUs, one of them for its shared expert.
     deepseek_v4.DeepseekV4ForCausalLM._prewarm_mhc_kernels = lambda self: None
     kernel = SimpleNamespace(run=clamped_swiglu)

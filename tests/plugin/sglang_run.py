@@ -7,6 +7,8 @@ JOB: {"model": folder, "dtype": "float32", "device": {arguments of the engine, i
       processes, "modules": to import first; forked processes have them,
       "runs": [{"name", "arguments": of the engine, "config": text of KT_CONFIG, "env": variables,
                 "model", "prompts", "steps": other ones,
+                "moved": the model gets random weights, those of experts moved by so many places;
+                with it, "prompt": [[log-probabilities of the prompts' tokens but the first]],
                 "before": prompts served first, of 1, 2, 3 and more steps; only in "stats",
                 "fails_first": arguments with which the engine does not start, tried first,
                 "requests": names in sglang_requests.py, or null for all: made afterwards}]}
@@ -39,6 +41,11 @@ CPU = {"device": "cpu", "attention_backend": "torch_native"}
 def run(job: dict, one: dict, stats_path: str) -> dict:
     import sglang
 
+    if "moved" in one:
+        from kt_kernel.plugin_entrypoints.sglang import probe
+
+        probe._set_weights(one["moved"])
+
     def begin(**arguments: object) -> sglang.Engine:
         given = {
             "dtype": job.get("dtype", "float32"),
@@ -69,6 +76,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
             return engine.generate(
                 input_ids=prompts,
                 return_logprob=True,
+                logprob_start_len=0 if "moved" in one else None,
                 sampling_params=[
                     {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
                     for count in steps
@@ -92,6 +100,10 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
             "tokens": [result["output_ids"] for result in results],
             "logprobs": [
                 [step[0] for step in result["meta_info"]["output_token_logprobs"]]
+                for result in results
+            ],
+            "prompt": [
+                [step[0] for step in result["meta_info"].get("input_token_logprobs", ())[1:]]
                 for result in results
             ],
             "cached": [result["meta_info"]["cached_tokens"] for result in results],

@@ -13,8 +13,15 @@ import sglang.srt.utils as utils
 import torch
 import triton.runtime.autotuner as autotuner
 from sglang.kernels.ops.mamba import causal_conv1d_triton
+from sglang.srt.arg_groups.model_override_base import MODEL_OVERRIDES
 from sglang.srt.layers.attention.mamba import mamba
-from sglang.srt.models import llama4, minimax_m2, qwen3_next, qwen3_vl_moe  # noqa: F401
+from sglang.srt.models import (  # noqa: F401
+    deepseek_vl2,
+    llama4,
+    minimax_m2,
+    qwen3_next,
+    qwen3_vl_moe,
+)
 
 # These modules choose their kernels when they are imported, after all that they import themselves.
 is_cpu = utils.is_cpu
@@ -65,3 +72,8 @@ llama4._is_npu = True
 for name in ("causal_conv1d_fn", "causal_conv1d_update"):
     for ending in ("", "_triton"):
         setattr(mamba, name + ending, getattr(causal_conv1d_triton, name))
+# They would be computed in bfloat16 only, in which Triton's interpreter computes MLA wrongly.
+for name in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration"):
+    del MODEL_OVERRIDES[name]
+# An encoder of images from a package that is not installed, of 400 million parameters.
+deepseek_vl2.DeepseekVL2ForCausalLM._init_vision_module = lambda *given: torch.nn.Identity()

@@ -20,7 +20,7 @@ import speculative
 import test_sglang
 import test_vllm
 import torch
-from class_results import KEPT, MODEL, RESULTS, classes_that_passed, keep
+from class_results import KEPT, MODEL, OTHER_PLACES, RESULTS, classes_that_passed, keep
 from engines import (
     HOT,
     TIMEOUT,
@@ -31,6 +31,7 @@ from engines import (
     logprob_distances,
 )
 from families_2026 import BFLOAT16, overriding
+from families_own import OWN
 from family_models import EXPERTS, FAMILIES, PROMPTS, STEPS, FamilyReference, make
 from grid import FULL
 from lanes import engine_of
@@ -77,6 +78,7 @@ MODELS = {
     ]
     for engine in ("vllm", "sglang")
 }
+OWN_MODELS = [name for name in OWN if FULL or RESULTS]
 # In it none, some and all experts are hot; in the others some. SGLang starts too slowly for more.
 THOROUGH = ("vllm", "DeepseekV3ForCausalLM")
 
@@ -112,8 +114,11 @@ STAND_INS = {
     ("vllm", "MiniMaxM2ForCausalLM"): "routing",
     **{("vllm", name): "experts without a gate" for name in FAMILIES if "NemotronH" in name},
     ("vllm", "Step3p5ForCausalLM"): "routing",
+    ("sglang", "DeepseekVL2ForCausalLM"): "image encoder",
     ("sglang", "Llama4ForConditionalGeneration"): "rotary embeddings",
     ("sglang", "MiniMaxM2ForCausalLM"): "norm of queries and keys",
+    ("sglang", "MistralLarge3ForCausalLM"): "data type",
+    ("sglang", "PixtralForConditionalGeneration"): "data type",
 }
 # On the tested list for its quantised models, see test_quantised_models.py; and a class that SGLang
 # loads wrongly, whose checkpoints its multimodal class serves.
@@ -181,10 +186,26 @@ def _job(engine: str, models: Callable[[str], Path], folder: Path) -> dict[str, 
         one = {"name": f"{TEXT_ONLY} as multimodal", "model": str(models(TEXT_ONLY))}
         config = json.dumps(_options(engine, TEXT_ONLY, HOT, models(TEXT_ONLY)))
         runs.append(one | {"config": config, "arguments": AS_MULTIMODAL})
+        runs += [run for name in OWN_MODELS for run in _own_runs(name, folder)]
     job = {"model": runs[0]["model"], "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     if engine == "sglang":
         return job | {"fork": True, "modules": ["sglang_stand_ins"]}
     return job | {"inspect_here": True, "modules": ["vllm_stand_ins"]}
+
+
+def _own_runs(name: str, folder: Path) -> list[dict[str, Any]]:
+    """With kt options, stock, and stock with each expert in the place of another one."""
+    config, arguments = OWN[name]
+    model = folder / name
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+    options = json.dumps({"method": "BF16", "num_gpu_experts": HOT, "allow_untested": True})
+    one = {"model": str(model), "arguments": arguments | {"disable_radix_cache": True}, "moved": 0}
+    return [
+        one | {"name": f"{name} {HOT}", "config": options},
+        one | {"name": f"{name} stock"},
+        one | {"name": f"{name} moved", "moved": 1},
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +267,33 @@ def test_logprobs_are_those_of_transformers(
         assert calls > routes / 4
     if RESULTS:
         _keep(engine, name, hot, near, far, found, reference)
+
+
+@pytest.mark.parametrize("name", OWN_MODELS)
+def test_sglang_logprobs_of_its_own_classes(name: str, answers: Callable[[str], Answers]) -> None:
+    """Those of the prompts' tokens beside the stock engine's, and beside those with experts in
+    other places."""
+    found = answers("sglang")
+    assert "error" not in found[f"{name} {HOT}"], found[f"{name} {HOT}"]
+    ours, stock, moved = (
+        torch.tensor([value for row in found[f"{name} {kind}"]["prompt"] for value in row])
+        for kind in (HOT, "stock", "moved")
+    )
+    near, far = (ours - stock).abs(), (moved - stock).abs()
+    print(f"sglang {name}: median {near.median():.4f} mean {near.mean():.4f} far {far.mean():.3f}")
+    assert near.median() < 0.005 and near.mean() < 0.01
+    assert far.mean() > 10 * near.mean()
+    keep(
+        "sglang",
+        os.environ["KT_SGLANG_PYTHON"],
+        name,
+        near,
+        far,
+        hot=HOT,
+        of=EXPERTS,
+        control=OTHER_PLACES,
+        reference="stock",
+    )
 
 
 def _keep(

@@ -1,0 +1,145 @@
+"""Tiny models of classes of 2026 whose MoE layers alone are compared in SGLang: their attention is
+for GPUs, and has no weights here. Each has the MoE layer of another class.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from families_2026 import FAMILIES_2026
+from families_alike import BIASED, LING, LING_NAMES, SCALED_ROPE
+from families_multimodal import TOWER
+from family_settings import GROUPS, LINEAR_ATTENTION, MLA, SHARED, Family
+
+NO_ATTENTION = r"self_attn|linear_attn"
+# SGLang knows no other MLA on the CPU.
+YARN = SCALED_ROPE["rope_parameters"]
+# Of Ling 2.5 and 3: which layers have linear attention, and the sizes of the others.
+HYBRID = {
+    name: MLA[name] for name in MLA if name.endswith("_dim") or name.endswith("_rank")
+} | dict(
+    model_type="bailing_hybrid",
+    layer_group_size=2,
+    group_norm_size=1,
+    num_key_value_heads=4,
+    rope_theta=10000.0,
+    rope_parameters=YARN,
+    rope_scaling=YARN,
+)
+LING_2_5 = Family(
+    GROUPS
+    | dict(use_qk_norm=True, routed_scaling_factor=1.0),  # which SGLang leaves to its kernels
+    untried=("sglang",),
+    like="Glm4MoeForCausalLM",
+    replaced=LING | BIASED | HYBRID,
+    renamed={name: LING_NAMES[name] for name in ("embed_tokens", "gate.e_score_correction_bias")},
+    dropped=NO_ATTENTION,
+)
+MINICPM = Family(
+    SHARED | LINEAR_ATTENTION,
+    untried=("sglang",),
+    like="Qwen3_5MoeForCausalLM",
+    settings="Qwen3_5MoeTextConfig",
+    renamed={"model.": "model.language_model."},
+    dropped=NO_ATTENTION,
+    wrapped=dict(
+        model_type="minicpmv4_6",
+        text_config=None,
+        vision_config=TOWER | dict(image_size=56, patch_size=14, insert_layer_id=0),
+    ),
+)
+QWEN_VISION = dict(
+    depth=1,
+    hidden_size=64,
+    intermediate_size=64,
+    num_heads=2,
+    patch_size=16,
+    out_hidden_size=128,
+    num_position_embeddings=64,
+)
+# Its tensors, and those between it and the text model.
+QWEN_TOWER: dict[str, tuple[int, ...]] = {
+    "visual.patch_embed.proj": (64, 3, 2, 16, 16),
+    "visual.blocks.0.norm1": (64,),
+    "visual.blocks.0.norm2": (64,),
+    "visual.blocks.0.attn.qkv": (192, 64),
+    "visual.blocks.0.attn.proj": (64, 64),
+    "visual.blocks.0.mlp.linear_fc1": (64, 64),
+    "visual.blocks.0.mlp.linear_fc2": (64, 64),
+    "visual.merger.norm": (64,),
+    "visual.merger.linear_fc1": (256, 256),
+    "visual.merger.linear_fc2": (128, 256),
+    "linear_proj.0": (128, 128),
+    "linear_proj.2": (128, 128),
+}
+GROUP = dict(n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
+
+LAYERS_ALONE: dict[str, Family] = {
+    "BailingMoeV2_5ForCausalLM": LING_2_5,
+    "BailingMoeV3ForCausalLM": replace(
+        LING_2_5,
+        replaced=LING_2_5.replaced
+        | dict(short_conv_kernel_size=4, linear_attn_config=None, no_kda_lora=False),
+    ),
+    "GigaChat35ForCausalLM": Family(
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+        untried=("sglang",),
+        like="DeepseekV3ForCausalLM",
+        replaced=dict(
+            model_type="gigachat3_5",
+            layer_types=["full_attention"] * 2,
+            rope_theta=10000.0,
+            rope_scaling=YARN,
+            moe_layer_freq=1,
+        ),
+        dropped=NO_ATTENTION,
+    ),
+    "K2HorizonForCausalLM": Family(
+        GROUP | dict(routed_scaling_factor=2.5),
+        untried=("sglang",),
+        like="Glm4MoeForCausalLM",
+        replaced=dict(
+            model_type="k2_horizon",
+            num_shared_experts=1,
+            num_dense_layers=1,
+            mlp_only_layers=[0],
+            moe_gate_bias=True,
+            router_score_func="sigmoid",
+            router_scaling_factor=2.5,
+            rope_theta=10000.0,
+        ),
+        renamed={"gate.e_score_correction_bias": "gate.bias"},
+        dropped=NO_ATTENTION,
+    ),
+    "HunYuanDenseV1ForCausalLM": replace(
+        FAMILIES_2026["HunYuanMoEV1ForCausalLM"], vllm=None, like="HunYuanMoEV1ForCausalLM"
+    ),
+    "MiniCPMV": MINICPM,
+    "MiniCPMV4_6ForConditionalGeneration": MINICPM,
+    "MiniCPMV4_7ForConditionalGeneration": replace(
+        MINICPM,
+        renamed={"model.": "llm.model.", "lm_head.": "llm.lm_head."},
+        wrapped=MINICPM.wrapped | dict(model_type="minicpmv4_7"),
+    ),
+}
+LAYERS_ALONE["XllmForCausalLM"] = LAYERS_ALONE["K2HorizonForCausalLM"]
+LING_3 = LAYERS_ALONE["BailingMoeV3ForCausalLM"]
+LAYERS_ALONE["BailingMoeV3VLForConditionalGeneration"] = replace(
+    LING_3,
+    # With no other attention than linear one, of which SGLang has that on the CPU.
+    replaced=LING_3.replaced | dict(layer_group_size=[1, 1]),
+    wrapped=dict(
+        model_type="bailing_moe_v3_vl",
+        text_config=None,
+        vision_config=QWEN_VISION,
+        mrope_section=[2, 3, 3],
+    ),
+    added={"model.visual.pos_embed.weight": (64, 64)}
+    | {
+        f"{'model.' * name.startswith('visual')}{name}.{part}": size[
+            : None if part == "weight" else 1
+        ]
+        for name, size in QWEN_TOWER.items()
+        for part in ("weight", "bias")
+    },
+)
