@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from families_2026 import DENSE_FIRST, FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
+from families_2026 import CPU_MLA, DENSE_FIRST, FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
 from families_alike import ALIKE
 from families_multimodal import MULTIMODAL, TEXT
 from family_settings import (
     EXPERTS,
+    GROUPS,
     LINEAR_ATTENTION,
     MLA,
     NEMOTRON_H,
@@ -133,6 +134,12 @@ GLM_5_NEXT = Family(
         video_end_token_id=135,
     ),
 )
+GLM_4V = replace(
+    MULTIMODAL["Glm4vMoeForConditionalGeneration"],
+    sglang=None,
+    like="Glm4vMoeForConditionalGeneration",
+)
+INSIDE = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 KIMI_LINEAR = FAMILIES_2026["KimiLinearForCausalLM"]
 
 VLLM_2026: dict[str, Family] = {
@@ -258,7 +265,36 @@ VLLM_2026: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": replace(
         MULTIMODAL["Qwen3_5MoeForConditionalGeneration"], like="Qwen3_5MoeForConditionalGeneration"
     ),
+    "Glm4vForConditionalGeneration": GLM_4V,
+    "GlmOcrForConditionalGeneration": GLM_4V,
+    "KimiVLForConditionalGeneration": Family(
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+        CPU_MLA | {"limit_mm_per_prompt": NO_MEDIA},
+        like="DeepseekV3ForCausalLM",
+        renamed=INSIDE,
+        nested=dict(
+            model_type="kimi_vl",
+            vision_config=dict(
+                num_hidden_layers=1, num_attention_heads=2, hidden_size=64, intermediate_size=64
+            ),
+        ),
+    ),
     # Only their MoE layers are compared.
+    "ClefOmniForJointSchema": replace(
+        MULTIMODAL["Qwen3OmniMoeForConditionalGeneration"],
+        vllm=None,
+        sglang=None,
+        untried=("vllm",),
+        settings="Qwen3OmniMoeConfig",
+        like="Qwen3OmniMoeForConditionalGeneration",
+    ),
+    "LongcatFlashNgramForCausalLM": replace(
+        FAMILIES_2026["LongcatFlashForCausalLM"],
+        vllm=None,
+        untried=("vllm",),
+        settings="LongcatFlashConfig",
+        like="LongcatFlashForCausalLM",
+    ),
     "BailingMoeV2_5ForCausalLM": LING_2_5,
     "BailingMoeV3ForCausalLM": LING_2_5,
     "BailingMoeV3VLForConditionalGeneration": replace(
@@ -289,8 +325,7 @@ VLLM_2026: dict[str, Family] = {
         gpu=(),
         by_stock=(),
         settings="KimiLinearConfig",
-        renamed=KIMI_LINEAR.renamed
-        | {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."},
+        renamed=KIMI_LINEAR.renamed | INSIDE,
         replaced=KIMI_LINEAR.replaced
         | dict(
             hidden_act="situ",

@@ -79,7 +79,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
     file = path / "config.json"
     written, published = family.like or name, family.published or name
     file.write_text(file.read_text().replace(written, published))
-    if family.replaced or family.repeated:
+    if family.replaced or family.repeated or family.nested:
         written = json.loads(file.read_text())
         part = written
         for inner in family.inside:

@@ -78,6 +78,10 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "BailingMoeV3VLForConditionalGeneration": Alone(
             arguments=UNCACHED | {"limit_mm_per_prompt": NO_MEDIA}
         ),
+        "ClefOmniForJointSchema": Alone(
+            arguments={"runner": "pooling", "limit_mm_per_prompt": NO_MEDIA}
+        ),
+        "LongcatFlashNgramForCausalLM": Alone(),
         # vLLM's kernels for the CPU have no limit in SwiGLU, and no SituGLU.
         "Glm5NextForCausalLM": Alone(arguments=UNCACHED, hot=0),
         "Glm5NextForConditionalGeneration": Alone(

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import moe_layers_run
 import torch
@@ -103,10 +104,27 @@ def leave_attention_out() -> None:
     DefaultModelLoader.get_all_weights = without_attention
 
 
+def build_partly() -> None:
+    """Classes that would need a head with files of its own, or another runner than the CPU's."""
+    from vllm.config import VllmConfig
+    from vllm.model_executor.models import clef_omni, longcat_flash_ngram
+
+    clef = clef_omni.ClefOmniForJointSchema
+    clef.__init__ = super(clef, clef).__init__
+    build = longcat_flash_ngram.LongcatFlashNgramForCausalLM.__init__
+
+    def build_for_runner_2(self: object, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        with mock.patch.object(VllmConfig, "use_v2_model_runner", True):
+            build(self, vllm_config=vllm_config, prefix=prefix)
+
+    longcat_flash_ngram.LongcatFlashNgramForCausalLM.__init__ = build_for_runner_2
+
+
 def main() -> None:
     import vllm_stand_ins  # noqa: F401
 
     leave_attention_out()
+    build_partly()
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()  # vLLM starts one for each class: 10 s
