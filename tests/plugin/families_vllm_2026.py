@@ -7,7 +7,7 @@ from typing import Any
 
 from families_2026 import CPU_MLA, DENSE_FIRST, FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
 from families_alike import ALIKE
-from families_multimodal import MULTIMODAL, TEXT
+from families_multimodal import MULTIMODAL, SPANS, TEXT
 from family_settings import (
     EXPERTS,
     GROUPS,
@@ -115,7 +115,8 @@ GLM_5_NEXT = Family(
     settings="Glm5NextConfig",
     replaced=dict(mhc=True, topk_method="noaux_tc", scoring_func="sigmoid", mla_use_nope=True),
     inside=TEXT,
-    around=dict(
+    around=SPANS
+    | dict(
         vision_config=dict(
             depth=1,
             hidden_size=64,
@@ -126,12 +127,6 @@ GLM_5_NEXT = Family(
             out_hidden_size=128,
             projection_intermediate_size=64,
         ),
-        image_token_id=130,
-        video_token_id=131,
-        image_start_token_id=132,
-        image_end_token_id=133,
-        video_start_token_id=134,
-        video_end_token_id=135,
     ),
 )
 GLM_4V = replace(
@@ -212,20 +207,8 @@ VLLM_2026: dict[str, Family] = {
         GEMMA4 | dict(num_experts=EXPERTS, moe_intermediate_size=32),
         {},
         inside=TEXT,
-        around=dict(
-            vision_config=dict(
-                mm_embed_dim=64,
-                patch_size=16,
-            ),
-            audio_config=None,
-            image_token_id=130,
-            video_token_id=131,
-            audio_token_id=132,
-            boi_token_id=133,
-            eoi_token_id=134,
-            boa_token_id=135,
-            eoa_token_index=136,
-        ),
+        around=MULTIMODAL["Gemma4ForConditionalGeneration"].around
+        | dict(vision_config=dict(mm_embed_dim=64, patch_size=16)),
     ),
     "K2HorizonForCausalLM": Family(
         ONE_GROUP | dict(first_k_dense_replace=1, use_qk_norm=False, partial_rotary_factor=1.0),
