@@ -252,11 +252,12 @@ VLLM_2026: dict[str, Family] = {
     "GlmOcrForConditionalGeneration": GLM_4V,
     "KimiVLForConditionalGeneration": Family(
         MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
-        CPU_MLA | {"limit_mm_per_prompt": NO_MEDIA},
+        CPU_MLA,
         like="DeepseekV3ForCausalLM",
         renamed=INSIDE,
-        nested=dict(
+        wrapped=dict(
             model_type="kimi_vl",
+            text_config=None,
             vision_config=dict(
                 num_hidden_layers=1, num_attention_heads=2, hidden_size=64, intermediate_size=64
             ),
@@ -282,8 +283,9 @@ VLLM_2026: dict[str, Family] = {
     "BailingMoeV3ForCausalLM": LING_2_5,
     "BailingMoeV3VLForConditionalGeneration": replace(
         LING_2_5,
-        nested=dict(
+        wrapped=dict(
             model_type="bailing_moe_v3_vl",
+            text_config=None,
             vision_config=dict(
                 depth=1, hidden_size=64, intermediate_size=64, num_heads=2, out_hidden_size=128
             ),
@@ -315,8 +317,9 @@ VLLM_2026: dict[str, Family] = {
             latent_moe_use_norm=True,
             num_experts=EXPERTS,
         ),
-        nested=dict(
+        wrapped=dict(
             model_type="kimi_k3",
+            text_config=None,
             vision_config=dict(
                 vt_num_attention_heads=2,
                 vt_num_hidden_layers=1,

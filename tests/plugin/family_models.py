@@ -79,7 +79,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
     file = path / "config.json"
     written, published = family.like or name, family.published or name
     file.write_text(file.read_text().replace(written, published))
-    if family.replaced or family.repeated or family.nested:
+    if family.replaced or family.repeated:
         written = json.loads(file.read_text())
         part = written
         for inner in family.inside:
@@ -89,12 +89,9 @@ def _as_published(name: str, family: Family, path: Path) -> None:
             del part[key]
         if family.text_only:
             written = part | {"architectures": written["architectures"]}
-        if family.nested is not None:
-            around = {"architectures": written.pop("architectures"), "text_config": written}
-            written = around | family.nested
         file.write_text(json.dumps(written))
     if family.wrapped:
-        text = json.loads(file.read_text()) | {"architectures": [family.like]}
+        text = json.loads(file.read_text()) | {"architectures": [family.like or name]}
         around = {key: text if value is None else value for key, value in family.wrapped.items()}
         file.write_text(json.dumps(around | {"architectures": [published]}))
     if family.dropped or family.transposed or family.renamed:

@@ -123,8 +123,7 @@ class Family:
     may be from the reference's. by_stock: engines that do not compute what transformers does, so
     they are compared with themselves. cold_only: engines whose kernels for the CPU cannot compute
     any of its experts, so none is hot. tokenizer: whether the engine's class reads one when it is
-    built. nested: settings around those of the text model in published checkpoints, for a
-    multimodal class whose reference is the text model.
+    built.
     """
 
     config: dict[str, Any]
@@ -148,7 +147,6 @@ class Family:
     parted: Literal["experts", "stacks"] | None = None
     text_only: bool = False
     tokenizer: bool = False
-    nested: dict[str, Any] | None = None
     like: str | None = None
     wrapped: dict[str, Any] = field(default_factory=dict)
     added: dict[str, tuple[int, ...]] = field(default_factory=dict)
