@@ -122,6 +122,7 @@ ALIKE: dict[str, Family] = {
             n_shared_experts=2,
             moe_intermediate_size=32,
             first_k_dense_replace=0,
+            norm_topk_prob=True,
             scoring_func="softmax",
         ),
         renamed={
