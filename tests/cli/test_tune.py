@@ -181,6 +181,7 @@ def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) 
         ),
         ([DEMO_MODEL, "--engine-args", "--kt-method BF16"], ["--kt-method: kt tune chooses kt"]),
         ([DEMO_MODEL, "--engine-args", "--ssl-certfile x"], ["--ssl-certfile: kt tune asks its"]),
+        ([DEMO_MODEL, "--engine-args", "--hf-overrides " + 9999 * "["], ["not valid JSON"]),
     ],
 )
 def test_bad_input(kt: Any, given: list[Any], words: list[str]) -> None:
@@ -190,8 +191,9 @@ def test_bad_input(kt: Any, given: list[Any], words: list[str]) -> None:
 def test_more_memory_than_the_gpu_has(kt: Any, gpu: None) -> None:
     given = "tune", DEMO_MODEL, *SMALL, "--gpu-memory", "21GB"
     failed(kt(*given), 1, "--gpu-memory 21GB: the GPU has 20GB")
-    more = "--engine-args", "--gpu-memory-utilization 0.5"
-    failed(kt(*given[:-2], *more), 1, "--gpu-memory-utilization 0.5: with a GPU, give --gpu-memory")
+    for name in ("--gpu-memory-utilization", "--device_memory_utilization"):  # vLLM has two
+        more = "--engine-args", f"{name}=0.5"
+        failed(kt(*given[:-2], *more), 1, "--gpu-memory-utilization 0.5: with a GPU, give --gpu-m")
 
 
 def test_other_programs_use_the_gpu(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import signal
 import sys
@@ -20,7 +21,7 @@ from transformers import AutoConfig
 
 from kt_kernel.serving import server_process
 from kt_kernel.serving.server_process import ServerFailed
-from kt_kernel.tuning.arguments import changes_of
+from kt_kernel.tuning.arguments import changes_of, check_arguments
 from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
 from kt_kernel.tuning.model import Load, Setting, TimeModel
 from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates
@@ -115,6 +116,37 @@ def test_changes_by_single_keys(more: list[str], wanted: dict[str, Any]) -> None
     assert changes_of("sglang", more) == {}
     for word in ("--enforce-eager", "-x", "--other.a"):
         assert (word in command) == (word in more)
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "reason"),
+    [
+        ("vllm", "--max-model 9", "an abbreviation; write --max-model-len"),
+        ("vllm", "--hf_over={}", "an abbreviation; write --hf-overrides"),
+        ("vllm", "--hf-o.key 9", "an abbreviation; write --hf-overrides"),
+        (
+            "vllm",
+            "--max-num 9",
+            "an abbreviation; write --max-num-batched-tokens or --max",
+        ),
+        ("vllm", "--model other", "kt tune gives it by its own argument MODEL"),
+        ("vllm", "--config file", "kt tune does not read it"),
+        ("vllm", '--additional-config.kt.method="BF16"', "kt tune chooses kt options"),
+        ("sglang", "--context-l=9", "an abbreviation; write --context-length"),
+        ("sglang", "--chunked 9", "an abbreviation; write --chunked-prefill-size"),
+        ("sglang", "--model-path other", "kt tune gives it by its own argument MODEL"),
+        ("sglang", "--config file", "kt tune does not read it"),
+        ("sglang", "--device cpu -- --tp 2 --model-impl x --chunked-prefill-size 9", ""),
+        ("vllm", "--model-impl x --config-format y --hf-overrides.key 9 --max-logprobs 9", ""),
+    ],
+)
+def test_arguments_that_kt_tune_cannot_have(engine: str, given: str, reason: str) -> None:
+    words = given.split()
+    if not reason:
+        check_arguments(engine, words)
+        return
+    with pytest.raises(ValueError, match=f"^--engine-args {re.escape(words[0])}: {reason}"):
+        check_arguments(engine, words)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_next", "gpt_oss", "qwen3_moe"])

@@ -8,39 +8,69 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..runtime.files import parse_object
+
 #: The argument of each engine that changes a model's configuration.
 OVERRIDES_FLAG = {"vllm": "--hf-overrides", "sglang": "--json-model-override-args"}
-# Arguments that `kt tune` gives itself, and its options for them.
-_OWN = {
-    "vllm": {"--max-model-len": "--context", "--max-num-seqs": "--streams"},
-    "sglang": {"--context-length": "--context", "--max-running-requests": "--streams"},
-}
 #: The argument of each engine that says how much of the GPU it may take.
 MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+#: The argument of each engine that says how many tokens a batch of prompts has at most.
+BATCH_FLAG = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}
+_MODEL = "kt tune gives it by its own argument MODEL"
+_CONTEXT = "kt tune gives it by its own option --context"
+_STREAMS = "kt tune gives it by its own option --streams"
+_FILE = "kt tune does not read it; give the arguments that it has"
+_KT = "kt tune chooses kt options; add others to the recommended command"
+_HTTP = "kt tune asks its servers over HTTP; add it to the recommended command"
+# Arguments that contradict those of `kt tune`, or with which it would measure something else than
+# it predicts, and the reasons.
+_REFUSED = {
+    "vllm": {
+        "--model": _MODEL,
+        "--max-model-len": _CONTEXT,
+        "--max-num-seqs": _STREAMS,
+        "--config": _FILE,
+        "--additional-config": _KT,
+        "--uds": _HTTP,
+    },
+    "sglang": {
+        "--model": _MODEL,
+        "--model-path": _MODEL,
+        "--context-length": _CONTEXT,
+        "--max-running-requests": _STREAMS,
+        "--config": _FILE,
+    },
+}
+_OTHER_NAMES = {"--device-memory-utilization": MEMORY_FLAG["vllm"]}
 _OF_KT = re.compile(r"--(no-|record-)?kt-")
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
 
 
 def check_arguments(engine: str, arguments: Sequence[str]) -> None:
-    """Raises ValueError for arguments that contradict options of `kt tune`, or with which it would
-    measure something else than it predicts."""
+    """Raises ValueError for arguments that `kt tune` cannot have, and for abbreviated names of them
+    and of those that it reads: engines complete them."""
+    read = {flags[engine] for flags in (OVERRIDES_FLAG, MEMORY_FLAG, BATCH_FLAG)}
+    known = read | _REFUSED[engine].keys()
     for word in arguments:
-        name = name_of(word)
-        reason = ""
-        if name in _OWN[engine]:
-            reason = f"kt tune gives it by its own option {_OWN[engine][name]}"
-        elif _OF_KT.match(name):
-            reason = "kt tune chooses kt options; add others to the recommended command"
-        elif name.startswith("--ssl-") or name == "--uds":
-            reason = "kt tune asks its servers over HTTP; add it to the recommended command"
+        name = name_of(word).partition(".")[0]  # vLLM has --name.key, too
+        reason = _REFUSED[engine].get(name, "")
+        if _OF_KT.match(name):
+            reason = _KT
+        elif name.startswith("--ssl-"):
+            reason = _HTTP
+        elif name not in known and re.match("--.", name):
+            meant = sorted(flag for flag in known if flag.startswith(name))
+            reason = f"an abbreviation; write {' or '.join(meant)}" if meant else ""
         if reason:
             raise ValueError(f"--engine-args {word}: {reason}")
 
 
 def name_of(word: str) -> str:
-    """The name in ``--name`` or ``--name=value``, with - for _, which vLLM accepts, too."""
-    return word.partition("=")[0].replace("_", "-")
+    """The name in ``--name`` or ``--name=value``, with - for _, which vLLM accepts, too. Of two
+    names of an argument, the usual one."""
+    name = word.partition("=")[0].replace("_", "-")
+    return _OTHER_NAMES.get(name, name)
 
 
 def value_of(arguments: Sequence[str], flag: str) -> str:
@@ -79,13 +109,7 @@ def changes_of(engine: str, arguments: Sequence[str]) -> dict[str, Any]:
     given = value_of(arguments, flag)
     if found or not any(name_of(word) == flag for word in arguments):
         return found
-    try:
-        changes = json.loads(given)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"--engine-args {flag} {given}: not valid JSON: {error}") from None
-    if not isinstance(changes, dict):
-        raise ValueError(f"--engine-args {flag} {given}: expected a JSON object")
-    return changes
+    return parse_object(given.encode(), f"--engine-args {flag} {given}: ")
 
 
 def with_changes(engine: str, arguments: Sequence[str], changes: Mapping[str, Any]) -> list[str]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .arguments import value_of, whole_number
+from .arguments import BATCH_FLAG, value_of, whole_number
 from .rates import BATCH, GpuRates, HostRates
 
 _GIB = 1 << 30
-_FLAGS = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}
 # Bytes of a GPU's memory below which a batch has so many tokens.
 _BY_MEMORY = {
     "vllm": ((70 * _GIB, 2048), (160 * _GIB, BATCH)),
@@ -29,7 +28,7 @@ def batch_tokens(engine: str, device: GpuRates | HostRates, arguments: Sequence[
     arguments: of the engine. One that is no number counts as not given: the engine refuses it, or,
     as SGLang with -1, does not divide prompts, which are then as long as the usual batches here.
     """
-    if given := whole_number(engine, value_of(arguments, _FLAGS[engine])):
+    if given := whole_number(engine, value_of(arguments, BATCH_FLAG[engine])):
         return given
     if isinstance(device, HostRates):
         return _ON_CPU[engine]
