@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -102,6 +103,22 @@ def test_a_draft_head_stays_as_it_is(tmp_path, layout):
         assert not torch.equal(merged[name.replace("mtp.", "model.")], tensor)
 
 
+def test_numbers_of_experts_have_several_names(tmp_path):
+    """As in configurations of Ernie 4.5, here with the text model's inside another one."""
+    model = tiny("qwen3_moe", torch.float32, **ONE)
+    model.save_pretrained(tmp_path / "base")
+    fill_lora(wrap_experts(model, **SETTINGS))
+    save_adapter(model, tmp_path / "adapter")
+    path = tmp_path / "base" / "config.json"
+    text = re.sub(r"\bnum_(local_)?experts\b", "moe_num_experts", path.read_text())
+    merged = []
+    for number, config in enumerate((path.read_text(), text, f'{{"text_config": {text}}}')):
+        path.write_text(config)
+        merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / f"{number}")
+        merged.append((tmp_path / f"{number}" / "model.safetensors").read_bytes())
+    assert merged[0] == merged[1] == merged[2]
+
+
 @pytest.mark.parametrize("layout", ["fused", "per_expert"])
 @pytest.mark.parametrize("original", [True, False], ids=["one by one", "in 3-D"])
 def test_another_number_of_experts(tmp_path, layout, original):
@@ -144,9 +161,11 @@ def test_refused(tmp_path):
             merge_adapter(*given)
     path = base / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(ValueError, match="the model is quantised; merge into its 16-bit"):
-        merge_adapter(base, adapter, new)
+    fp8 = {"quantization_config": {"quant_method": "fp8"}}
+    for quantised in (fp8, {"text_config": config | fp8}):
+        path.write_text(json.dumps(config | quantised))
+        with pytest.raises(ValueError, match="the model is quantised; merge into its 16-bit"):
+            merge_adapter(base, adapter, new)
     assert not new.exists()
 
 

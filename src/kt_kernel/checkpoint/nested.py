@@ -1,9 +1,11 @@
-"""Where a multimodal model's config.json has the configuration of its text model."""
+"""Where a config.json has the configuration of the text model, and its number of experts."""
 
 from __future__ import annotations
 
 from typing import Any
 
+#: Names of the number of routed experts per layer.
+NUMBERS_OF_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 # Names of a configuration inside another one that lead to the text model's.
 _TOWARDS_TEXT = ("thinker_config", "text_config", "language_config", "llm_config")
 

@@ -4,10 +4,10 @@
 import os
 from typing import Any
 
+from ..checkpoint.nested import NUMBERS_OF_EXPERTS
 from ..routes.model import RoutedModel
 from .option_table import OptionError
 
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 # Model types whose configuration says nothing of dense layers, because they have none.
 _EVERY_LAYER = (
     "gpt_oss",
@@ -37,7 +37,7 @@ _ON_INPUT = ("llama4_text",)
 
 def num_experts(config: Any) -> int:
     """Routed experts per layer; OptionError if the configuration has no such number."""
-    for name in _EXPERTS:
+    for name in NUMBERS_OF_EXPERTS:
         if count := size_of(config, name):
             return count
     classes = getattr(config, "architectures", None)
@@ -45,7 +45,7 @@ def num_experts(config: Any) -> int:
         classes = [str(getattr(config, "model_type", None) or type(config).__name__)]
     raise OptionError(
         f"model class {', '.join(classes)}: its configuration has no number of experts "
-        f"({', '.join(_EXPERTS)}); kt-moe is for Mixture-of-Experts models"
+        f"({', '.join(NUMBERS_OF_EXPERTS)}); kt-moe is for Mixture-of-Experts models"
     )
 
 

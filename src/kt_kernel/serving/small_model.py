@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.nested import at, text_path
+from ..checkpoint.nested import NUMBERS_OF_EXPERTS, at, text_path
 from .small_multimodal import around
 
 VOCABULARY = 512
@@ -197,11 +197,7 @@ def _model_of(config: dict[str, Any]) -> Any:
 
 def _stacks(model: Any, config: dict[str, Any]) -> Iterator[torch.nn.Parameter]:
     """The weights of experts, [E, ...] each; biases, too."""
-    experts = {
-        value
-        for name in ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-        if isinstance(value := config.get(name), int)
-    }
+    experts = {value for name in NUMBERS_OF_EXPERTS if isinstance(value := config.get(name), int)}
     for module in model.modules():
         own = dict(module.named_parameters(recurse=False))
         if any(tensor.dim() == 3 and len(tensor) in experts for tensor in own.values()):

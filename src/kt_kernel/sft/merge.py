@@ -19,7 +19,8 @@ from ..adapter.changes import (
     layer_number,
 )
 from ..adapter.files import Adapter, read_adapter
-from ..checkpoint.nested import text_config
+from ..checkpoint.nested import NUMBERS_OF_EXPERTS, text_config
+from ..checkpoint.quantization import read_quantization
 from ..runtime.files import need_file, parse_object
 from ..runtime.tensors import DTYPE_NAMES, DTYPES
 
@@ -75,7 +76,7 @@ class _Merge:
         need_file(config, "a model's configuration")
         with open(config, "rb") as file:
             self._config = parse_object(file.read(), f"{config}: ")
-        if self._config.get("quantization_config"):
+        if read_quantization(self._config, config).settings:
             raise ValueError(
                 f"{config}: the model is quantised; merge into its 16-bit checkpoint and quantise "
                 "that, with kt quant"
@@ -202,7 +203,7 @@ class _Merge:
 
     def _config_experts(self) -> int:
         config = text_config(self._config)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        for name in NUMBERS_OF_EXPERTS:
             if isinstance(config.get(name), int):
                 return config[name]
         raise KeyError("config.json has no number of experts")
