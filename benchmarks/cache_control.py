@@ -74,7 +74,7 @@ class Control:
             return self.cache.stats()
 
     def reset(self, resident: int, run: Callable[[], Any]) -> None:
-        """The first ``resident`` experts get the first slots, and the other slots stay empty. run:
+        """The first ``resident`` experts get the first slots, and the cache has no others. run:
         computes a batch."""
         self._empty(run)
         cache = self.cache
@@ -94,7 +94,7 @@ class Control:
             for layer in self.cache.layers:
                 experts = np.arange(len(layer.slots.wanted))
                 layer.slots.wanted[:] = np.where(
-                    experts < resident, experts % layer.slots.num_slots, -1
+                    experts < resident, experts % layer.weights.num_slots, -1
                 )
                 layer.slots.version += 1
             self._publish()
@@ -128,8 +128,8 @@ class Control:
             [Upload(layer.packed, layer.weights, expert, expert) for expert in range(resident)]
         )
         cold = [-1] * (experts - resident)
-        slots = LayerSlots(Placement((*range(resident), *cold), old.num_slots), old.wanted)
-        slots.free, slots.version = [], old.version + 1
+        slots = LayerSlots(Placement((*range(resident), *cold), resident), old.wanted)
+        slots.version = old.version + 1
         self.cache.set_slots(number, slots)
         layer.evicted.clear()
 

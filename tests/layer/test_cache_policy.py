@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +115,18 @@ def test_what_was_evicted_does_not_come_back_at_once() -> None:
         if number == TOKENS // 2:
             begun = cache.counters.cache_uploads
     assert cache.counters.cache_uploads - begun < 1.25 * ideal.uploads
+
+
+def test_a_benchmark_with_fewer_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It measures the cache of a model that has no more: as many are kept empty."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    cache, _ = made(128, 64)
+    control = importlib.import_module("cache_control").Control(cache)
+    for slots in (32, 64, 31):
+        control.reset(slots, lambda: None)
+        for layer, like in zip(cache.layers, made(128, slots)[0].layers, strict=True):
+            assert (layer.slots.wanted == like.slots.wanted).all() and not layer.slots.free
+            assert cache._kept_empty(layer) == cache._kept_empty(like) > 0
 
 
 def test_no_slot_is_kept_empty_while_moves_do_not_pay() -> None:
