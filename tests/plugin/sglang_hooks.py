@@ -290,6 +290,15 @@ def check_arguments_that_need_more() -> None:
     classes, model.hf_config.architectures = model.hf_config.architectures, ["BeamForCausalLM"]
     with decided(server_args, tp_size=2) as arguments:
         assert refusal(arguments).startswith("--tp-size 2: with several ranks"), refusal(arguments)
+    for name in (
+        "Gemma4UnifiedForConditionalGeneration",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+    ):
+        model.hf_config.architectures = [name]
+        for given in ({}, {"num_gpu_experts": DEMO_EXPERTS}, {"allow_untested": True}):
+            line = refusal(resolving_view(server_args), **given)
+            assert line.startswith(f"model class {name}: SGLang's loader"), line
     model.hf_config.architectures = classes
     with decided(server_args, quantization="awq") as arguments:
         found = refusal(arguments)
