@@ -9,7 +9,7 @@ function that it names, or one that these name, and so on, calls a layer with fu
 Drafts, embedding and classification models are left out.
 
 Entries, by engine and version: the classes that can build experts; with DENSE, those whose file
-imports such classes, but that build none themselves.
+imports or names such classes, but that build none themselves.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _OTHERS = re.compile(
 )
 # Modules that all models import, and that build no layers of their own.
 _SHARED = ("utils", "interfaces", "interfaces_base", "module_mapping", "vision", "transformers")
-# Classes that refuse experts in any configuration, although they share a backbone that has them.
-_REFUSING = {"Cosmos3EdgeForConditionalGeneration"}
+# Classes that name some with experts, but build none in any configuration: the first one refuses
+# experts, although its backbone has them; the layers of the other one are another framework's.
+_WITHOUT = {"Cosmos3EdgeForConditionalGeneration", "MindSporeForCausalLM"}
 
 # Of models, in both engines.
 _FOLDERS = (("model_executor", "models"), ("models",), ("srt", "models"))
@@ -207,8 +208,8 @@ def main() -> None:
         for one, place in sorted(known.items()):
             if _OTHERS.search(one):
                 continue
-            if one not in _REFUSING and reached.builds_experts(place):
-                names.append(one)
+            if reached.builds_experts(place):
+                (dense if one in _WITHOUT else names).append(one)
             elif reached.shares_a_file(place[0]):
                 dense.append(one)
         kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}

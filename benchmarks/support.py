@@ -66,7 +66,9 @@ else in 16 bits. The control has each expert in the place of another one. † in
 
 UNSERVED = """\
 The stock engine does not serve a tiny model of these classes there, so nothing could be compared.
-With `--kt-allow-untested` they may work where the engine serves them. A message about the
+With `--kt-allow-untested` they may work where the engine serves them, except those of which SGLang
+only warns that parameters are not found or not initialized: with kt options, these are refused
+([why](support.md#classes)). A message about the
 configuration may come from a version of transformers that writes another one than the engine reads.
 """
 
@@ -77,7 +79,8 @@ whatever text model their configuration names are not counted.
 """
 
 WITHOUT = """\
-Classes that share files with the above, and build no fused experts in any configuration.
+Classes that share files with the above, or name one of them, and build no fused experts in any
+configuration.
 """
 DENSE = ", dense"  # of entries in REGISTRIES
 
@@ -165,7 +168,8 @@ def _untried(rows: list[Row], registries: dict[str, list[str]]) -> list[tuple[st
         for other, dense in registries.items():
             if other.startswith(of) and other.endswith(DENSE):
                 known |= {*dense}
-        lines.append((engine, [_classes(name for name in names if name not in known)]))
+        if left := [name for name in names if name not in known]:
+            lines.append((engine, [_classes(left)]))
     return lines
 
 
