@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from registry import DENSE
 from saved import RESULTS
 from table import grid
 
@@ -82,7 +83,6 @@ WITHOUT = """\
 Classes that share files with the above, or name one of them, and build no fused experts in any
 configuration.
 """
-DENSE = ", dense"  # of entries in REGISTRIES
 
 
 def read(path: Path) -> list[Row]:

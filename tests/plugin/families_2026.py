@@ -175,7 +175,7 @@ FAMILIES_2026: dict[str, Family] = {
         dict(moe_topk=TOP_K, num_shared_expert=1, use_mixed_mlp_moe=True),
         {},
         untried=("sglang",),
-        replaced=dict(use_qk_norm=True),
+        replaced=dict(use_qk_norm=True, moe_intermediate_size=32),
     ),
     "LagunaForCausalLM": Family(
         SHARED | SLIDING | DENSE_FIRST | ROPE_BY_KIND | dict(num_attention_heads_per_layer=[4, 4]),

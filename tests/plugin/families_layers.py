@@ -9,7 +9,7 @@ from dataclasses import replace
 from families_2026 import FAMILIES_2026
 from families_alike import BIASED, LING, LING_NAMES, SCALED_ROPE
 from families_multimodal import TOWER
-from family_settings import GROUPS, LINEAR_ATTENTION, MLA, SHARED, Family
+from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, MLA, SHARED, Family
 
 NO_ATTENTION = r"self_attn|linear_attn"
 # SGLang knows no other MLA on the CPU.
@@ -100,6 +100,7 @@ LAYERS_ALONE: dict[str, Family] = {
         like="Glm4MoeForCausalLM",
         replaced=dict(
             model_type="k2_horizon",
+            num_experts=EXPERTS,
             num_shared_experts=1,
             num_dense_layers=1,
             mlp_only_layers=[0],
