@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from kt_kernel.checkpoint.nested import text_config, text_path
 from kt_kernel.checkpoint.quantization import read_quantization
 from kt_kernel.checkpoint.safetensors.families import model_type
+from kt_kernel.runtime.nested import text_config, text_path
 
 QUANTISED = {"quant_method": "gptq", "bits": 4}
 TEXT = {"model_type": "nemotron_h", "quantization_config": QUANTISED}

@@ -40,7 +40,6 @@ def make_kimi(path: Path) -> Stacks:
         values.setdefault((int(layer), projection), []).append(form.values(dict(parts)).float())
     save_file(tensors, file, {"format": "pt"})
     config = json.loads((path / "config.json").read_text())
-    del config["decoder_sparse_step"]  # of other classes
     config |= {"model_type": "kimi_k2", "quantization_config": QUANTISATION}
     (path / "config.json").write_text(json.dumps(config))
 

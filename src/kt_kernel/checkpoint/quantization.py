@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..runtime.nested import parts_towards_text
 from .header import TensorInfo
-from .nested import parts_towards_text
 
 _KEYS = ("quantization_config", "compression_config")
 # Settings of single modules: of AutoRound, by name or pattern; of GPTQModel, by pattern.

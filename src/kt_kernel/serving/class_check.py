@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.nested import text_path
 from ..runtime.files import need_file, parse_object
+from ..runtime.nested import text_path
 from .hub import Choose, local_path
 from .repository import Repository
 from .server_process import process_group

@@ -4,8 +4,8 @@
 import os
 from typing import Any
 
-from ..checkpoint.nested import NUMBERS_OF_EXPERTS
 from ..routes.model import RoutedModel
+from ..runtime.nested import NUMBERS_OF_EXPERTS
 from .option_table import OptionError
 
 # Model types whose configuration says nothing of dense layers, because they have none.

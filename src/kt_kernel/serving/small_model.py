@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.nested import NUMBERS_OF_EXPERTS, at, text_path
+from ..runtime.nested import NUMBERS_OF_EXPERTS, at, text_path
 from .small_multimodal import around
 
 VOCABULARY = 512

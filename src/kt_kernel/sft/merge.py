@@ -19,9 +19,9 @@ from ..adapter.changes import (
     layer_number,
 )
 from ..adapter.files import Adapter, read_adapter
-from ..checkpoint.nested import NUMBERS_OF_EXPERTS, text_config
 from ..checkpoint.quantization import read_quantization
 from ..runtime.files import need_file, parse_object
+from ..runtime.nested import NUMBERS_OF_EXPERTS, text_config
 from ..runtime.tensors import DTYPE_NAMES, DTYPES
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..checkpoint import Checkpoint
-from ..checkpoint.nested import at, text_path
 from ..moe.settings import MAX_DIMENSION, MAX_EXPERTS
+from ..runtime.nested import at, text_path
 from ..serving.model_config import described_layers, expert_sizes, num_experts, size_of
 
 # Names of routed experts in checkpoints, not of shared ones.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.nested import text_path
+from ..runtime.nested import text_path
 from ..serving.server_process import ServerFailed
 from ..serving.tuned import ENGINES_PART
 from .batches import batch_tokens

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..nested import parts_towards_text
+from ...runtime.nested import parts_towards_text
 
 # Prefixes of "layers.": of a causal language model, of a bare model, and of the language parts of
 # multimodal models (Qwen3-Omni: thinker; Inkling and MiniCPM-V: llm; DeepSeek-VL2: language; Ling:
