@@ -104,6 +104,7 @@ STEP_SETTINGS = dict(
     ),
 )
 STEP_IMAGES = dict(width=64, layers=1, heads=2, image_size=56, patch_size=14, mlp_ratio=1.0)
+IN_LANGUAGE_MODEL = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 TOWER = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 # MiniMax-M3's images, and what engines read and transformers does not write.
 M3_VISION = TOWER | dict(

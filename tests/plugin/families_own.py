@@ -5,17 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from families_multimodal import TOWER
 from family_settings import COMMON, EXPERTS, TOP_K
 
-TOWER = dict(
-    hidden_size=64,
-    intermediate_size=64,
-    output_hidden_size=128,
-    num_hidden_layers=1,
-    num_attention_heads=2,
-    image_size=56,
-    patch_size=14,
-)
 # config.json without its architectures, and the engine's arguments.
 OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "BeamForCausalLM": (
@@ -46,7 +38,7 @@ OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
                 norm_expert_weight=True,
                 moe_layers_enum="1",
             ),
-            vision_config=TOWER,
+            vision_config=TOWER | dict(output_hidden_size=128, image_size=56, patch_size=14),
         ),
         {"enable_multimodal": False},
     ),

@@ -7,7 +7,7 @@ from typing import Any
 
 from families_2026 import CPU_MLA, DENSE_FIRST, FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
 from families_alike import ALIKE
-from families_multimodal import MULTIMODAL, SPANS, TEXT
+from families_multimodal import IN_LANGUAGE_MODEL, MULTIMODAL, TEXT, TOWER
 from family_settings import (
     EXPERTS,
     GROUPS,
@@ -21,15 +21,8 @@ from family_settings import (
 )
 
 MINICPM_VISION: dict[str, Any] = dict(
-    vision_config=dict(
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=56,
-        patch_size=14,
-        insert_layer_id=0,
-    ),
+    vision_config=TOWER
+    | dict(num_hidden_layers=2, image_size=56, patch_size=14, insert_layer_id=0),
     insert_layer_id=0,
     image_size=56,
     image_token_id=130,
@@ -54,11 +47,8 @@ NEMOTRON_OMNI = Family(
     like="NemotronH_Omni_Reasoning_V3",
     inside=TEXT,
     around=dict(
-        vision_config=dict(
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=1,
-            num_attention_heads=2,
+        vision_config=TOWER
+        | dict(
             image_size=32,
             patch_size=16,
             video_temporal_patch_size=2,
@@ -96,6 +86,11 @@ LING_2_5 = replace(
         moe_shared_expert_intermediate_size=32,
     ),
 )
+GLM_4V = replace(
+    MULTIMODAL["Glm4vMoeForConditionalGeneration"],
+    sglang=None,
+    like="Glm4vMoeForConditionalGeneration",
+)
 GLM_5_NEXT = Family(
     MLA
     | ONE_GROUP
@@ -115,26 +110,9 @@ GLM_5_NEXT = Family(
     settings="Glm5NextConfig",
     replaced=dict(mhc=True, topk_method="noaux_tc", scoring_func="sigmoid", mla_use_nope=True),
     inside=TEXT,
-    around=SPANS
-    | dict(
-        vision_config=dict(
-            depth=1,
-            hidden_size=64,
-            intermediate_size=64,
-            num_heads=2,
-            patch_size=14,
-            image_size=56,
-            out_hidden_size=128,
-            projection_intermediate_size=64,
-        ),
-    ),
+    around=GLM_4V.around
+    | dict(vision_config=GLM_4V.around["vision_config"] | dict(projection_intermediate_size=64)),
 )
-GLM_4V = replace(
-    MULTIMODAL["Glm4vMoeForConditionalGeneration"],
-    sglang=None,
-    like="Glm4vMoeForConditionalGeneration",
-)
-INSIDE = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 KIMI_LINEAR = FAMILIES_2026["KimiLinearForCausalLM"]
 
 VLLM_2026: dict[str, Family] = {
@@ -254,13 +232,11 @@ VLLM_2026: dict[str, Family] = {
         MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
         CPU_MLA,
         like="DeepseekV3ForCausalLM",
-        renamed=INSIDE,
+        renamed=IN_LANGUAGE_MODEL,
         wrapped=dict(
             model_type="kimi_vl",
             text_config=None,
-            vision_config=dict(
-                num_hidden_layers=1, num_attention_heads=2, hidden_size=64, intermediate_size=64
-            ),
+            vision_config=TOWER,
         ),
     ),
     # Only their MoE layers are compared.
@@ -310,7 +286,7 @@ VLLM_2026: dict[str, Family] = {
         gpu=(),
         by_stock=(),
         settings="KimiLinearConfig",
-        renamed=KIMI_LINEAR.renamed | INSIDE,
+        renamed=KIMI_LINEAR.renamed | IN_LANGUAGE_MODEL,
         replaced=KIMI_LINEAR.replaced
         | dict(
             hidden_act="situ",

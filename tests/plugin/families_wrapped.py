@@ -9,7 +9,7 @@ from typing import Any
 
 from families_2026 import FAMILIES_2026, TRITON
 from families_alike import ALIKE
-from families_multimodal import KIMI_VISION, TOWER
+from families_multimodal import IN_LANGUAGE_MODEL, KIMI_VISION, TOWER
 from family_settings import GROUPS, MLA, Family
 
 # As published; the engine's own configuration does not read transformers' names.
@@ -33,7 +33,6 @@ RADIO = dict(
     vit_hidden_size=384,
     projector_hidden_size=64,
 )
-IN_LANGUAGE_MODEL = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 
 # The loader of the first one knows queries of full rank only.
 KIMI_VL = Family(
