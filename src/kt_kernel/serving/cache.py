@@ -257,14 +257,14 @@ class ModelCache:
         return new or bool(self._under_way)
 
     def _look(self) -> tuple[bool, list[tuple[int, int, int]]]:
-        """`Scores.look`. What is kept empty does not count as free: an expert gets it instead of
-        another one, or those that were evicted for it would come back at once."""
+        """`Scores.look`. Slots that are kept empty do not count as free. Otherwise, the experts
+        that were evicted from them would be wanted again at once."""
         free = [max(0, len(layer.slots.free) - self._kept_empty(layer)) for layer in self.layers]
         return self._scores.look(self._memory, self._resident, self._evictable, free)
 
     def _kept_empty(self, layer: CachedLayer) -> int:
-        """Slots of a layer: an expert that is wanted gets one of them at once, and does not wait
-        until no kernel reads that of another one. While moves do not pay, all are in use."""
+        """How many slots of a layer are kept empty, so that a wanted expert need not wait until no
+        kernel reads an evicted one. None are while moves do not pay."""
         slots = layer.slots.num_slots
         return min(1 + slots // _MANY_SLOTS, MOVES) if self._pays and slots >= _MANY_SLOTS else 0
 
