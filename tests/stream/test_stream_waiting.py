@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
-from fake_gpu import Gpu, Side, make_batch, make_layer
+from fake_gpu import DEADLINE, Gpu, Side, make_batch, make_layer
 from kernels.turns import turns_during
 from test_stream_faults import busy
 
@@ -21,6 +22,10 @@ class Stuck:
         self.work: list[Any] = busy(make_layer(hidden=256, inter=512), 500 * times)
         self.side.write(make_batch(2, 0))
         self.number = self.gpu.ring(self.slot)
+        end = time.monotonic() + DEADLINE
+        while not self.gpu.engine.stats()["immediate_jobs"]:  # until the entry's job is queued
+            assert time.monotonic() < end, "the engine does not take the entry"
+            time.sleep(0)
 
     @property
     def done(self) -> bool:
