@@ -104,6 +104,7 @@ TESTED_MODELS = {
         "Glm4MoeForCausalLM",
         "Glm4MoeLiteForCausalLM",
         "Glm4vMoeForConditionalGeneration",
+        "GptOssForCausalLM",
         "GraniteMoeForCausalLM",
         "GraniteMoeHybridForCausalLM",
         "GraniteMoeSWAForCausalLM",

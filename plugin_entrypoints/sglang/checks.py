@@ -38,6 +38,9 @@ _LOADED_WRONGLY = {
 # Model classes whose experts SGLang computes apart from their layers if there are several ranks.
 _ONE_RANK = ("BeamForCausalLM",)
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
+# SGLang's record of what it decided, as (source, fields). Every supported version has it; if one
+# did not, nothing would be changed.
+_DECIDED = "_resolved_overrides"
 
 _logger = logging.getLogger("sglang.kt")
 
@@ -49,6 +52,7 @@ def checked_options_of(server_args: Any) -> KTOptions | None:
     """
     options = options_of(server_args)
     if options is not None and not getattr(server_args, _CHECKED_KEY, False):
+        _keep_triton(server_args)
         arguments, model_config = resolved(server_args), model_config_of(server_args)
         options = prepared(arguments, model_config, options)
         setattr(server_args, OPTIONS_KEY, options.to_mapping())
@@ -171,6 +175,26 @@ def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
     from kt_kernel.serving.placement import plan_placement
 
     return not plan_placement(options, model_config.hf_text_config).all_hot
+
+
+def _keep_triton(server_args: Any) -> None:
+    """Selects SGLang's Triton kernels where SGLang selected others without being asked.
+
+    For some models and GPUs it does, such as "triton_kernel" for gpt-oss. These kernels route
+    tokens themselves, or store weights in a layout of their own.
+    """
+    decided = getattr(server_args, _DECIDED, None) or ()
+    if not any("moe_runner_backend" in fields for _, fields in decided):
+        return
+    chosen = resolved(server_args).moe_runner_backend
+    if chosen in ("auto", "triton"):
+        return
+    decide(server_args, moe_runner_backend="triton")
+    _logger.info(
+        "kt: --moe-runner-backend triton is set automatically, in place of %s: hot experts need "
+        "kernels that skip cold ones",
+        chosen,
+    )
 
 
 def _separate_shared_experts(server_args: Any, arguments: Any) -> None:

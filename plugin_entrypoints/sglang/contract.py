@@ -498,6 +498,7 @@ ATTRIBUTES = (
             "download_dir",
             "quantization",
             "disable_shared_experts_fusion",
+            "moe_runner_backend",
             "enable_deterministic_inference",
             "cuda_graph_config",
             "chunked_prefill_size",

@@ -71,16 +71,34 @@ class PackedHotMethod(FusedMoEMethodBase):
 def hold_dense(layer: Any, own: HybridLayer) -> None:
     """Makes kt-moe fill the tensors of SGLang's unquantised method. Raises ValueError if SGLang
     holds them in another layout."""
-    w13, w2 = (layer.get_parameter(name).data for name in ("w13_weight", "w2_weight"))
-    shape = own.hot_shape(layer.moe_tp_rank, layer.moe_tp_size)
-    own.hot = DenseHot(f"layer {own.layer_idx}", shape, w13, w2)
+    held = {name: tensor.data for name, tensor in layer.named_parameters(recurse=False)}
+    own.hot = DenseHot(
+        f"layer {own.layer_idx}",
+        own.hot_shape(layer.moe_tp_rank, layer.moe_tp_size),
+        held["w13_weight"],
+        held["w2_weight"],
+        b13=held.get("w13_weight_bias"),
+        b2=held.get("w2_weight_bias"),
+        interleaved=_interleaved(layer.moe_runner_config),
+    )
 
 
-def refuse_activation(own: HybridLayer, has_bias: bool) -> None:
-    """ValueError for hot experts that were not tested with weights that kt-moe fills in."""
-    if has_bias or own.activation != SILU:
-        raise ValueError(
-            f"layer {own.layer_idx}: kt-moe converts the weights of hot experts in SGLang only if "
-            "they have no biases and plain SwiGLU; accepted: "
-            f"{instead_of_converting(own.options)}"
-        )
+def _interleaved(runner: Any) -> bool:
+    """Whether SGLang's kernels take rows of gate and up in turn, as for gpt-oss."""
+    given = runner.activation == "silu" and runner.gemm1_alpha is not None
+    return given and runner.gate_up_interleaved
+
+
+def refuse_activation(own: HybridLayer, runner: Any, has_bias: bool, packed: bool) -> None:
+    """ValueError for hot experts that were not tested with weights that kt-moe fills in.
+
+    runner: the layer's MoeRunnerConfig.
+    """
+    as_in_gpt_oss = not packed and _interleaved(runner)
+    if (own.activation == SILU and not has_bias) or as_in_gpt_oss:
+        return
+    raise ValueError(
+        f"layer {own.layer_idx}: in SGLang, kt-moe converts the weights of hot experts only if "
+        "they have no biases and plain SwiGLU, or to 16 bits if they compute as those of gpt-oss "
+        f"do; accepted: {instead_of_converting(own.options)}"
+    )

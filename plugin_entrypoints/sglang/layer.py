@@ -142,7 +142,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         self.delivered: set[tuple[int, str]] = set()  # matrices of hot experts that SGLang holds
         packed = converted and options.hot_format == PACKED
         if converted:
-            refuse_activation(self.hybrid, extra.get("with_bias", False))
+            refuse_activation(self.hybrid, runner, extra.get("with_bias", False), packed)
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots

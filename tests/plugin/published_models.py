@@ -197,6 +197,10 @@ MODELS = {
             "--tensor-parallel-size 1 --tool-call-parser openai --enable-auto-tool-choice "
             "--reasoning-parser openai_gptoss",
         ],
+        sglang=[
+            "--tp 1 --reasoning-parser gpt-oss --tool-call-parser gpt-oss",
+            "--tp 1 --host 0.0.0.0 --reasoning-parser gpt-oss --mem-fraction-static 0.8",
+        ],
     ),
     "DeepSeek-V4": _published(  # deepseek-ai/DeepSeek-V4-Flash
         _deepseek_v4,

@@ -381,6 +381,32 @@ def check_shared_experts_stay_apart() -> None:
     assert line.startswith("--enforce-shared-experts-fusion: shared experts cannot"), line
 
 
+def check_kernels_skip_cold_experts() -> None:
+    """Kernels that SGLang selects by itself, as for gpt-oss on a GPU, give way to those of Triton,
+    and the log says so. Those that the user selects do not."""
+
+    def outcome(*flags: str, selected: str | None = None) -> tuple[str, int]:
+        """The kernels that the worker uses, and the number of log lines about them."""
+        LOG.clear()
+        parser = ArgumentParser()
+        ServerArgs.add_cli_args(parser)
+        flags = (*BASE, "--kt-num-gpu-experts", "3", *flags)
+        server_args = ServerArgs.from_cli_args(parser.parse_args(flags))
+        server_args.resolve_once()
+        if selected is not None:
+            declare_resolution(server_args, "test", moe_runner_backend=selected)
+        checks.checked_options_of(server_args)
+        publish(pickle.loads(pickle.dumps(server_args)), role="scheduler")
+        lines = sum("--moe-runner-backend triton is set" in line for line in LOG)
+        return get_exec().moe.moe_runner_backend, lines
+
+    assert outcome() == ("auto", 0)
+    assert outcome(selected="triton_kernel") == ("triton", 1)
+    assert outcome(selected="triton") == ("triton", 0)
+    line = error_of(outcome, "--moe-runner-backend", "triton_kernel")
+    assert line.startswith("--moe-runner-backend triton_kernel: the kernel of"), line
+
+
 def check_long_prompts_are_not_captured() -> None:
     """SGLang captures short prompts only, or those below a given threshold, and the log says so,
     unless the user chose which ones are captured, nothing can be streamed, or no expert is cold.
@@ -546,6 +572,7 @@ if __name__ == "__main__":
     check_every_entry_fails_in_its_own_way()
     check_starts_that_fail()
     check_shared_experts_stay_apart()
+    check_kernels_skip_cold_experts()
     check_long_prompts_are_not_captured()
     check_lost_hooks_are_noticed()
     layers.check_padding()

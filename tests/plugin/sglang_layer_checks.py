@@ -1,6 +1,7 @@
 """Parts of sglang_hooks.py: the layer and its padding, without an engine."""
 
 import copy
+import dataclasses
 import inspect
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ from kt_kernel.plugin_entrypoints.sglang import hot as kt_hot
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
 from kt_kernel.plugin_entrypoints.sglang import probe as kt_probe
-from kt_kernel.serving.activations import SILU
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
@@ -193,16 +193,28 @@ def check_what_a_layer_may_be() -> None:
     new = refusal(8, {"sparsity": 0.5})
     assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
     # SGLang can keep the weights that it delivers, and has none that kt-moe reads.
-    layer = SimpleNamespace(layer_idx=0, activation=SILU, options=SimpleNamespace(reads_hot=True))
-    kt_hot.refuse_activation(layer, False)
-    layer.activation = ExpertActivation("gelu")
-    for layer.options.reads_hot, accepted in ((True, ""), (False, "--kt-hot-format engine or ")):
-        try:
-            kt_hot.refuse_activation(layer, False)
-        except ValueError as error:
-            assert str(error).endswith(f"; accepted: {accepted}--kt-num-gpu-experts 0"), error
-        else:
-            raise AssertionError("experts with GELU were accepted")
+    own = SimpleNamespace(layer_idx=0, options=SimpleNamespace(reads_hot=True))
+    plain, gelu = MoeRunnerConfig(), MoeRunnerConfig(activation="gelu")
+    gpt_oss = MoeRunnerConfig(gemm1_alpha=1.702, gemm1_clamp_limit=7.0)
+    in_halves = dataclasses.replace(gpt_oss, gate_up_interleaved=False)
+    for runner, has_bias, packed, expected in (
+        (plain, False, False, True),
+        (plain, False, True, True),
+        (plain, True, False, False),
+        (gpt_oss, True, False, True),
+        (gpt_oss, False, False, True),
+        (gpt_oss, True, True, False),
+        (in_halves, True, False, False),
+        (gelu, False, False, False),
+    ):
+        own.activation = kt_layer._activation("layer 0", runner)
+        for own.options.reads_hot, accepted in ((True, ""), (False, "--kt-hot-format engine or ")):
+            try:
+                kt_hot.refuse_activation(own, runner, has_bias, packed)
+                assert expected, (runner, has_bias, packed)
+            except ValueError as error:
+                assert not expected, (runner, error)
+                assert str(error).endswith(f"; accepted: {accepted}--kt-num-gpu-experts 0"), error
 
 
 def check_random_weights() -> None:

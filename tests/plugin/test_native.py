@@ -54,6 +54,8 @@ SGLANG = [
     *(Served(name, 3) for name in ("GPTQ_INT4", "NVFP4", "MXFP8", "W8A8", "FP8_PERCHANNEL")),
     Served("RAWINT4"),
     Served("RAWINT4", EXPERTS),
+    Served(GPT_OSS),
+    Served(GPT_OSS, 2),
 ]
 GRAPHS = {Served("FP8", 3), Served("RAWINT4", 3), Served(PLAIN, 3, "packed")}  # captured
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -118,6 +120,16 @@ def _check(
     assert not failed, "\n".join(failed)
 
 
+def _check_gpt_oss(served: list[Served], answers: Answers, reference: GptOssReference) -> None:
+    for one in served:
+        if one.model == GPT_OSS:
+            check_experts(one.name, answers[one.name], reference, PROMPTS)
+
+
+def _path(one: Served, models: dict[str, tuple[Path, Weights]], gpt_oss: Path) -> str:
+    return str(gpt_oss if one.model == GPT_OSS else models[one.model][0])
+
+
 def test_vllm(
     folder: Path,
     models: dict[str, tuple[Path, Weights]],
@@ -127,7 +139,7 @@ def test_vllm(
     runs = [
         {
             "name": one.name,
-            "model": str(gpt_oss[0] if one.model == GPT_OSS else models[one.model][0]),
+            "model": _path(one, models, gpt_oss[0]),
             "engine": GPU_VLLM,
             "compile": one in GRAPHS,
             "kt": _options(one),
@@ -136,19 +148,19 @@ def test_vllm(
     ]
     answers = _run_all("vllm", folder / "vllm", runs)
     _check(VLLM, answers, models, reference)
-    their = GptOssReference(folder / "gpt-oss plain", gpt_oss[1])
-    for one in VLLM:
-        if one.model == GPT_OSS:
-            check_experts(one.name, answers[one.name], their, PROMPTS)
+    _check_gpt_oss(VLLM, answers, GptOssReference(folder / "vllm gpt-oss", gpt_oss[1]))
 
 
 def test_sglang(
-    folder: Path, models: dict[str, tuple[Path, Weights]], reference: Reference
+    folder: Path,
+    models: dict[str, tuple[Path, Weights]],
+    gpt_oss: tuple[Path, Stacks],
+    reference: Reference,
 ) -> None:
     runs = [
         {
             "name": one.name,
-            "model": str(models[one.model][0]),
+            "model": _path(one, models, gpt_oss[0]),
             "config": json.dumps(_options(one)),
             # Other ports for engines that start at the same time.
             "arguments": {"port": 31000 + 500 * number} | ({} if one in GRAPHS else NO_GRAPHS),
@@ -157,6 +169,7 @@ def test_sglang(
     ]
     answers = _run_all("sglang", folder / "sglang", runs, device=GPU_SGLANG)
     _check(SGLANG, answers, models, reference)
+    _check_gpt_oss(SGLANG, answers, GptOssReference(folder / "sglang gpt-oss", gpt_oss[1]))
 
 
 def test_products_in_vllm(folder: Path) -> None:

@@ -54,6 +54,7 @@ RUNS = {
 }
 REFUSED = Served("AWQ_INT4", 1, "engine")
 GPT_OSS, GPT_OSS_HOT = "gpt-oss", (0, 2)
+STAND_INS = {("sglang", GPT_OSS): "attention with sinks"}  # sglang_sinks.py
 KIMI = "Kimi-K2"
 
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -125,12 +126,17 @@ def _job(
     if engine == "vllm":
         exact = {"engine": CPU_MLA | {"dtype": "float32"}, "kt": {"num_gpu_experts": 2}}
         runs.append({"name": KIMI, "model": str(kimi)} | exact)
-    for hot in GPT_OSS_HOT if engine == "vllm" else ():
+    for hot in GPT_OSS_HOT:
         kt = {"num_gpu_experts": hot}
-        runs.append({"name": f"{GPT_OSS}, {hot} hot", "model": str(gpt_oss), "kt": kt})
+        if engine == "vllm":
+            more = {"kt": kt}
+        else:
+            more = {"config": json.dumps(kt), "arguments": {"attention_backend": "intel_amx"}}
+        runs.append({"name": f"{GPT_OSS}, {hot} hot", "model": str(gpt_oss)} | more)
     job = {"model": "", "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS, "runs": runs}
-    job["modules"] = ["emulated_packed"]
-    return job | ({"inspect_here": True} if engine == "vllm" else {"fork": True})
+    if engine == "vllm":
+        return job | {"modules": ["emulated_packed"], "inspect_here": True}
+    return job | {"modules": ["emulated_packed", "sglang_sinks"], "fork": True}
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +181,14 @@ def test_logprobs_are_those_of_transformers(
         assert (calls > 0) == (served.hot < EXPERTS) and calls < 0.9 * routes
     if not served.cold_packed:  # a run of its own in the results has them cold from the model
         _keep(engine, served, near, far)
-    described = answer["describe"][0] if engine == "vllm" else stats[0]["description"]
-    assert f" {served.method}, " in described
+    assert f" {served.method}, " in _described(engine, answer)
+
+
+def _described(engine: str, answer: dict[str, Any]) -> str:
+    """The first layer, as it describes itself."""
+    if engine == "vllm":
+        return str(answer["describe"][0])
+    return str(answer["stats"]["models"][0]["description"])
 
 
 def _keep(engine: str, served: Served, near: torch.Tensor, far: torch.Tensor) -> None:
@@ -191,6 +203,7 @@ def _keep(engine: str, served: Served, near: torch.Tensor, far: torch.Tensor) ->
         of=EXPERTS,
         hot_format="bf16" if served.form == "auto" else served.form,  # what auto is without a GPU
         control=OTHER_PLACES,
+        stand_in=STAND_INS.get((engine, served.model)),
     )
 
 
@@ -202,15 +215,20 @@ def test_the_engines_kernels_are_refused(engine: str, answers: Callable[[str], A
 
 
 @pytest.mark.parametrize("hot", GPT_OSS_HOT)
+@pytest.mark.parametrize("engine", RUNS)
 def test_gpt_oss(
-    hot: int, folder: Path, answers: Callable[[str], Answers], gpt_oss: tuple[Path, Stacks]
+    engine: str,
+    hot: int,
+    folder: Path,
+    answers: Callable[[str], Answers],
+    gpt_oss: tuple[Path, Stacks],
 ) -> None:
     """MXFP4 with biases, a SwiGLU limit and an alpha."""
-    answer = answers("vllm")[f"{GPT_OSS}, {hot} hot"]
-    reference = GptOssReference(folder / f"gpt-oss {hot}", gpt_oss[1])
+    answer = answers(engine)[f"{GPT_OSS}, {hot} hot"]
+    reference = GptOssReference(folder / f"{GPT_OSS} {hot} {engine}", gpt_oss[1])
     near, far = check_experts(f"{GPT_OSS}, {hot} hot", answer, reference, PROMPTS)
-    _keep("vllm", Served(GPT_OSS, hot), near, far)
-    assert " MXFP4, " in answer["describe"][0]
+    _keep(engine, Served(GPT_OSS, hot), near, far)
+    assert " MXFP4, " in _described(engine, answer)
 
 
 def test_kimi_k2(
