@@ -163,7 +163,10 @@ def test_sglang(
             "model": _path(one, models, gpt_oss[0]),
             "config": json.dumps(_options(one)),
             # Other ports for engines that start at the same time.
-            "arguments": {"port": 31000 + 500 * number} | ({} if one in GRAPHS else NO_GRAPHS),
+            "arguments": {"port": 31000 + 500 * number}
+            | ({} if one in GRAPHS else NO_GRAPHS)
+            # SGLang selects kernels by itself, and kt-moe Triton's in their place.
+            | ({"moe_runner_backend": "auto"} if one.model == GPT_OSS else {}),
         }
         for number, one in enumerate(SGLANG)
     ]
