@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kt_kernel import _conflict
@@ -138,6 +138,21 @@ def slot_weights(layer: Any) -> tuple[Any, ...] | None:
     if len(weights) < 2:
         return None
     return (*weights, *scales) if len(scales) == 2 else tuple(weights)
+
+
+def parameter_name(layer: Any, param: Any) -> str:
+    """The name of a parameter in an engine's layer; "" for one that is not the layer's."""
+    return next((name for name, one in _own_parameters(layer) if one is param), "")
+
+
+def loaded_parameters(layer: Any) -> list[str]:
+    """The names of an engine's tensors of experts that its loader has to fill."""
+    return [name for name, one in _own_parameters(layer) if hasattr(one, "weight_loader")]
+
+
+def _own_parameters(layer: Any) -> Iterator[tuple[str, Any]]:
+    found: Iterator[tuple[str, Any]] = layer.named_parameters(recurse=False)
+    return found
 
 
 def refuse_class(

@@ -16,25 +16,11 @@ from .graphs import leave_long_prompts
 from .options import OPTIONS_KEY, decide, model_config_of, options_of, resolved
 
 _GRAPHS = ("full", "breakable", "disabled")  # ways to make CUDA graphs
-_NO_EXPERTS = "SGLang's loader of this class reads no experts, and would leave them uninitialised"
-
-
-def _serve(what: str, name: str) -> str:
-    return f"""serve {what} with --json-model-override-args '{{"architectures": ["{name}"]}}'"""
-
-
-# Model classes of which SGLang does not load a checkpoint with experts, and what serves it.
-_LOADED_WRONGLY = {
-    "Gemma4UnifiedForConditionalGeneration": _NO_EXPERTS,
-    "Llama4ForCausalLM": (
-        "SGLang loads it as a dense Llama, without its experts and with queries and keys in "
-        "another order; " + _serve("the text-only model", "Llama4ForConditionalGeneration")
-    ),
-    **{
-        f"Qwen3_5{kind}": f"{_NO_EXPERTS}; " + _serve("such a model", f"Qwen3_5Moe{kind}")
-        for kind in ("ForCausalLM", "ForConditionalGeneration")
-    },
-}
+_DENSE_LLAMA = (
+    "model class Llama4ForCausalLM: SGLang loads it as a dense Llama, without its experts and with "
+    "queries and keys in another order; serve the text-only model with "
+    """--json-model-override-args '{"architectures": ["Llama4ForConditionalGeneration"]}'"""
+)
 # Model classes whose experts SGLang computes apart from their layers if there are several ranks.
 _ONE_RANK = ("BeamForCausalLM",)
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
@@ -78,9 +64,8 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     classes = list(model_config.hf_config.architectures or [])
-    for name in classes:
-        if name in _LOADED_WRONGLY:
-            raise OptionError(f"model class {name}: {_LOADED_WRONGLY[name]}")
+    if "Llama4ForCausalLM" in classes:
+        raise OptionError(_DENSE_LLAMA)
     refuse_class(classes, options, CONTRACT.engine, _logger)
     if arguments.tp_size > 1 and {*classes} & {*_ONE_RANK}:
         raise OptionError(

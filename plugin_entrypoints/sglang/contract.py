@@ -380,7 +380,7 @@ NAMES = (
     Name(
         f"{FUSED_MOE}:FusedMoE.weight_loader",
         "replaced",
-        "takes the weights of cold experts from models that call it, in place of the parameter's",
+        "sees the weights of experts from models that call it, in place of the parameter's",
     ),
     Name(
         f"{FUSED_MOE}:FusedMoE._weight_loader_impl",

@@ -20,6 +20,7 @@ from sglang.srt.utils.common import is_cpu
 from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.draft import draft_options
+from kt_kernel.serving.hot_delivery import HotDelivery
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import PACKED, OptionError
@@ -27,7 +28,7 @@ from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
-from ..common import MATRIX, slot_weights
+from ..common import MATRIX, loaded_parameters, parameter_name, slot_weights
 from . import padding, requests
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
@@ -74,8 +75,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     The name and the base class are those of SGLang, whose layers test for both. The hot experts
     keep SGLang's kernels and weights; the weights of a cold expert go to a HybridLayer and never to
-    the device. With all experts hot, every call is passed on, and only an adapter is merged into
-    the weights.
+    the device. With all experts hot, every call is passed on; what SGLang loads is noted, and an
+    adapter is merged into the weights.
     """
 
     def __init__(self, gpu_method: Any, config: LayerConfig) -> None:
@@ -139,16 +140,17 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             has_cpu_part=layer.moe_tp_rank == 0,
         )
         self.dtype = params_dtype
-        self.delivered: set[tuple[int, str]] = set()  # matrices of hot experts that SGLang holds
+        self.delivery = HotDelivery(place, "SGLang", self.hybrid.activation.matrices)
         packed = converted and options.hot_format == PACKED
         if converted:
             refuse_activation(self.hybrid, runner, extra.get("with_bias", False), packed)
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots
-        if not placement.all_hot or self.hybrid.adapted or packed:
-            extra["weight_loader"] = self._make_loader(layer, extra["weight_loader"])
-            layer.weight_loader = extra["weight_loader"]  # which Zaya's loader calls
+        unchanged = placement.all_hot and not self.hybrid.adapted and not packed
+        make = self._make_noting_loader if unchanged else self._make_loader
+        extra["weight_loader"] = make(layer, extra["weight_loader"])
+        layer.weight_loader = extra["weight_loader"]  # which Zaya's loader calls
         if packed:
             self.gpu_method = PackedHotMethod(self.hybrid)
         self.gpu_method.create_weights(
@@ -159,6 +161,24 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             params_dtype=params_dtype,
             **extra,
         )
+
+    def _make_noting_loader(self, layer: Any, original: Callable[..., None]) -> Callable[..., None]:
+        """SGLang's loader; what it gets is noted."""
+        experts = range(self.hybrid.num_experts)
+
+        def load(
+            param: Any,
+            loaded_weight: torch.Tensor,
+            weight_name: str,
+            shard_id: str,
+            expert_id: int | None = None,
+        ) -> None:
+            original(param, loaded_weight, weight_name, shard_id, expert_id)
+            which = MATRIX[self.hybrid.activation.gated].get(shard_id, shard_id)
+            tensor = parameter_name(layer, param)
+            self.delivery.add(tensor, experts if expert_id is None else [expert_id], which)
+
+        return load
 
     def _make_loader(self, layer: Any, original: Callable[..., None]) -> Callable[..., None]:
         """The loader of a layer with cold experts or an adapter. original: SGLang's."""
@@ -190,7 +210,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             given = hybrid.deliver_hot(expert_id, which, loaded_weight, param.dtype)
             if given is None:
                 return
-            self.delivered.add((expert_id, which))
+            self.delivery.add(parameter_name(layer, param), [expert_id], which)
             if all_hot:
                 original(param, given, weight_name, shard_id, expert_id)
                 return
@@ -206,12 +226,14 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Called by SGLang after loading the checkpoint; ValueError names missing weights."""
-        options, slots = self.config.model.options, self.hybrid.placement.num_slots
+        options, placement = self.config.model.options, self.hybrid.placement
+        slots = placement.num_slots
         if slots and options.reads_hot and self.hybrid.hot is None:
             hold_dense(layer, self.hybrid)
-        self._check_delivered()
+        if self.hybrid.hot is None:
+            self.delivery.check_complete(loaded_parameters(layer), placement.hot_experts)
         self.hybrid.finish_loading()
-        if self.hybrid.placement.num_slots:  # SGLang cannot repack an empty weight
+        if slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)
             self.hybrid.slot_weights = slot_weights(layer)
         model = self.config.model
@@ -222,21 +244,6 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 _logger.info(line)
             failure.confirm()
             watch(model, _logger)
-
-    def _check_delivered(self) -> None:
-        """ValueError if the model's loader left out hot experts, which SGLang would serve
-        uninitialised. If all are hot and unchanged, they do not come through our loader."""
-        own = self.hybrid
-        if own.hot is not None or (own.placement.all_hot and not own.adapted):
-            return
-        for expert in own.placement.hot_experts:
-            for which in own.activation.matrices:
-                if (expert, which) not in self.delivered:
-                    raise ValueError(
-                        f"layer {own.layer_idx}: SGLang's loader of this model class did not "
-                        f"deliver hot expert {expert} ({which}); accepted: --kt-weight-path with "
-                        "--kt-hot-format bf16 or packed, or --kt-num-gpu-experts 0"
-                    )
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """Creates the runner of the hot experts, with the number of slots. It skips ids of -1."""

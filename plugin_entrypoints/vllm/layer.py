@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.draft import draft_options
+from kt_kernel.serving.hot_delivery import HotDelivery
 from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import PACKED
@@ -25,7 +26,13 @@ from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
-from ..common import MATRIX, instead_of_converting, slot_weights
+from ..common import (
+    MATRIX,
+    instead_of_converting,
+    loaded_parameters,
+    parameter_name,
+    slot_weights,
+)
 from ..contract import Arguments
 from .cold import NoHotExperts
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
@@ -74,6 +81,8 @@ class HybridExperts(RoutedExperts):
             max_tokens=moe_config.max_num_tokens,
             has_cpu_part=ranks.tp_rank == 0,
         )
+        matrices = self.kt_layer.activation.matrices
+        self.kt_delivery = HotDelivery(f"layer {self.kt_layer.layer_idx}", "vLLM", matrices)
         # The number of experts that vLLM allocates.
         moe_config.num_local_experts = self.kt_layer.placement.num_slots
         super().__init__(layer_name, params_dtype, moe_config, quant_config, **kwargs)
@@ -135,6 +144,8 @@ class HybridExperts(RoutedExperts):
             placement = self.kt_layer.placement
             if placement.num_slots and self.kt_layer.options.reads_hot and not self.kt_layer.hot:
                 hold_dense(self)
+            if self.kt_layer.hot is None:
+                self.kt_delivery.check_complete(loaded_parameters(self), placement.hot_experts)
             self.kt_layer.finish_loading()
             if placement.num_slots:  # vLLM cannot repack an empty weight
                 after_loading(layer)
@@ -181,11 +192,10 @@ class HybridExperts(RoutedExperts):
         merged into hot ones before vLLM takes its rank's part of them."""
         layer = self.kt_layer
         if layer.placement.all_hot and not layer.adapted and layer.hot is None:
-            return super().weight_loader(
-                param, loaded_weight, weight_name, shard_id, expert_id, return_success
-            )
+            done = self._load_hot(param, loaded_weight, weight_name, shard_id, expert_id)
+            return done if return_success else None
         layer.refuse_reload(f"kt: layer {layer.layer_idx}: {weight_name}")
-        if loaded_weight.dim() == param.dim() == 3:  # of all experts, from Llama-4's loader
+        if _is_stack(param, loaded_weight):
             for number, one in enumerate(loaded_weight, expert_id):
                 self.weight_loader(param, one, weight_name, shard_id, number)
             return True if return_success else None
@@ -194,17 +204,29 @@ class HybridExperts(RoutedExperts):
                 f"kt: {weight_name}: shape {tuple(loaded_weight.shape)}; expected one matrix of "
                 "one expert"
             )
-        which = MATRIX[layer.activation.gated][shard_id]
+        which, done = MATRIX[layer.activation.gated][shard_id], True
         if layer.slot_of(expert_id) < 0:
             layer.add_weight(expert_id, which, loaded_weight)
-            return True if return_success else None
-        given = layer.deliver_hot(expert_id, which, loaded_weight, param.dtype)
-        if given is None:
-            return True if return_success else None
-        return super().weight_loader(param, given, weight_name, shard_id, expert_id, return_success)
+        else:
+            given = layer.deliver_hot(expert_id, which, loaded_weight, param.dtype)
+            if given is not None:
+                done = self._load_hot(param, given, weight_name, shard_id, expert_id)
+        return done if return_success else None
 
     # vLLM reads it from the function.
     weight_loader.supports_moe_loading = True  # type: ignore[attr-defined]
+
+    def _load_hot(
+        self, param: Any, weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int
+    ) -> bool:
+        """Loads a matrix, or a stack, into vLLM's tensor, and notes it. Returns whether vLLM took
+        it."""
+        done = super().weight_loader(param, weight, weight_name, shard_id, expert_id, True)
+        if done:
+            which = MATRIX[self.kt_layer.activation.gated].get(shard_id, shard_id)
+            end = expert_id + (len(weight) if _is_stack(param, weight) else 1)
+            self.kt_delivery.add(parameter_name(self, param), range(expert_id, end), which)
+        return bool(done)
 
     def forward_modular(
         self, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, **shared: Any
@@ -301,6 +323,11 @@ def select_forward(runner: Any) -> Any:
         )
     ops = torch.ops.vllm
     return ops.moe_forward if runner._shared_experts is None else ops.moe_forward_shared
+
+
+def _is_stack(param: Any, weight: torch.Tensor) -> bool:
+    """Whether vLLM's loader passes the matrices of all experts at once, as Llama-4's does."""
+    return weight.dim() == param.dim() == 3
 
 
 def _computes(place: str, moe_config: Any, router_weight_on_input: bool) -> dict[str, Any]:

@@ -89,7 +89,7 @@ def test_stored_codes_are_kept(format: Any, group: int, rank: int, ranks: int) -
     for slot, expert in enumerate(experts):
         for name, matrix in expert.items():
             hot.put(slot, name, matrix)
-    hot.check_complete()
+    hot.check_complete(Placement.first(S, S))
     for slot, expert in enumerate(experts):
         for name, matrix in expert.items():
             wanted = part_of(name, values_of(matrix), shape)
@@ -175,8 +175,8 @@ def test_deliveries_are_checked() -> None:
     hot.put(0, "gate", expert["gate"])
     with pytest.raises(ValueError, match="layer 3, slot 0, gate: arrived twice"):
         hot.put(0, "gate", expert["gate"])
-    with pytest.raises(ValueError, match=r"did not arrive: slot 0 \(up\), slot 0 \(down\)"):
-        hot.check_complete()
+    with pytest.raises(ValueError, match=r"layer 3: .* did not arrive: 4 \(up, down\)$"):
+        hot.check_complete(Placement((*[-1] * 4, 0), 1))
     with pytest.raises(ValueError, match="down_bias is not supported"):
         hot.put_bias(0, "down_bias", torch.zeros(H))
     with pytest.raises(ValueError, match="256 on 16 ranks are not multiples of the group size 32"):
@@ -199,7 +199,7 @@ def test_dense_tensors(rank: int, ranks: int, pad: int, interleaved: bool) -> No
         for name, weights in expert.items():
             hot.put(slot, name, weights.float())
             hot.put_bias(slot, f"{name}_bias", weights[:, 0].float())
-    hot.check_complete()
+    hot.check_complete(Placement.first(S, S))
     for slot, expert in enumerate(experts):
         rows = torch.arange(2 * padded)
         gate, up = (rows[::2], rows[1::2]) if interleaved else rows.chunk(2)
@@ -211,6 +211,18 @@ def test_dense_tensors(rank: int, ranks: int, pad: int, interleaved: bool) -> No
         assert torch.equal(w2[slot, :, :size], part_of("down", expert["down"], shape))
         assert not w2[slot, :, size:].any()
         assert torch.equal(b2[slot], expert["down"][:, 0] * (rank == 0))
+
+
+def test_missing_biases_are_named() -> None:
+    """An engine's tensors of biases would keep their zeros."""
+    shape = HotShape(1, H, I)
+    biases = {"b13": torch.zeros(1, 2 * I), "b2": torch.zeros(1, H)}
+    hot = DenseHot("layer 5", shape, torch.zeros(1, 2 * I, H), torch.zeros(1, H, I), **biases)
+    for name, weights in random_experts()[0].items():
+        hot.put(0, name, weights)
+    hot.put_bias(0, "up_bias", torch.ones(I))
+    with pytest.raises(ValueError, match=r"did not arrive: 3 \(gate_bias, down_bias\)$"):
+        hot.check_complete(Placement((*[-1] * 3, 0), 1))
 
 
 def test_other_layouts_are_refused() -> None:
@@ -252,7 +264,7 @@ def test_read_from_the_served_model(
         w13, w2 = torch.zeros(2, 2 * I, H, dtype=BF16), torch.zeros(2, H, I, dtype=BF16)
         dense = DenseHot("layer 0", shape, w13, w2)
         read_hot(options, 0, placement, dense, change)
-        dense.check_complete()
+        dense.check_complete(placement)
         for slot in range(2):
             found = dict(zip(MATRICES, (*w13[slot].chunk(2), w2[slot]), strict=True))
             more = 0 if change is None else placement.slots.index(slot)
@@ -268,7 +280,7 @@ def test_read_from_the_served_model(
         8 if method == "AMXINT8" else 4
     )
     read_hot(options, 0, placement, hot)
-    hot.check_complete()
+    hot.check_complete(placement)
     for slot in range(2):
         for name in MATRICES:
             assert torch.equal(packed_values(hot, slot, name), wanted(slot, name)), (slot, name)

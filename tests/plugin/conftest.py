@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import broken_checkpoint
 import pytest
 from tiny_model import Greedy, Reference, clear_prompts, make
 from trained_adapter import TrainedAdapter, train
@@ -17,6 +18,13 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def incomplete(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return broken_checkpoint.write_without_a_matrix(
+        model, tmp_path_factory.mktemp("incomplete") / "tiny"
+    )
 
 
 @pytest.fixture(scope="session")

@@ -290,15 +290,10 @@ def check_arguments_that_need_more() -> None:
     classes, model.hf_config.architectures = model.hf_config.architectures, ["BeamForCausalLM"]
     with decided(server_args, tp_size=2) as arguments:
         assert refusal(arguments).startswith("--tp-size 2: with several ranks"), refusal(arguments)
-    for name in (
-        "Gemma4UnifiedForConditionalGeneration",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-    ):
-        model.hf_config.architectures = [name]
-        for given in ({}, {"num_gpu_experts": DEMO_EXPERTS}, {"allow_untested": True}):
-            line = refusal(resolving_view(server_args), **given)
-            assert line.startswith(f"model class {name}: SGLang's loader"), line
+    model.hf_config.architectures = ["Llama4ForCausalLM"]
+    for given in ({}, {"num_gpu_experts": DEMO_EXPERTS}, {"allow_untested": True}):
+        line = refusal(resolving_view(server_args), **given)
+        assert line.startswith("model class Llama4ForCausalLM: SGLang loads it as"), line
     model.hf_config.architectures = classes
     with decided(server_args, quantization="awq") as arguments:
         found = refusal(arguments)
@@ -580,6 +575,7 @@ if __name__ == "__main__":
     layers.check_no_mask_that_nobody_fills()
     layers.check_hot_routes_are_int32()
     layers.check_what_a_layer_may_be()
+    layers.check_hot_experts_are_delivered()
     layers.check_random_weights()
     layers.check_other_experts()
     layers.check_what_models_ask()

@@ -105,8 +105,8 @@ def check_hot_routes_are_int32() -> None:
 
 
 def check_what_a_layer_may_be() -> None:
-    """With no cold expert, SGLang's method gets fused experts and its own loader unchanged. With
-    cold experts these are refused, as is everything else that the CPU would not compute."""
+    """With no cold expert, SGLang's method gets fused experts. With cold experts these are refused,
+    as is everything else that the CPU would not compute."""
     made: dict[str, Any] = {}
 
     def create(
@@ -127,7 +127,7 @@ def check_what_a_layer_may_be() -> None:
         method.config = kt_layer.LayerConfig(
             HybridModel(KTOptions(method="BF16", num_gpu_experts=hot, **given or {})), {}, 0, 16, 2
         )
-        method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=create, **extra or {})
+        method.create_weights(layer, 9, 64, 32, torch.float32, weight_loader=None, **extra or {})
         return method
 
     def refusal(*args: Any, **changed: Any) -> str:
@@ -140,7 +140,7 @@ def check_what_a_layer_may_be() -> None:
     method = create(8)
     assert method.num_gpu_experts == -1
     assert method.hybrid.placement == Placement.first(8, 8)
-    assert made["num_experts"] == 9 and made["weight_loader"] is create, made
+    assert made["num_experts"] == 9, made
     assert "layer 0: fusing shared experts" in refusal(3)
     read, packed = {"hot_format": "bf16", "weight_path": "/model"}, {"hot_format": "packed"}
     for form in (read, packed):
@@ -174,22 +174,6 @@ def check_what_a_layer_may_be() -> None:
         ({"activation": "situ"}, ExpertActivation("situ", situ_beta=4.0)),
     ):
         assert create(8, **given).hybrid.activation == expected, given
-    # Some models call the layer's own loader. One that leaves out a hot expert is refused.
-    method, layer = create(3, num_fused_shared_experts=0), made["layer"]
-    assert layer.weight_loader is made["weight_loader"] is not create
-    layer._weight_loader_impl = lambda **given: None
-    param = torch.zeros(1)
-    for expert in range(3):
-        for shard, size in (("w1", (32, 64)), ("w3", (32, 64)), ("w2", (64, 32))):
-            try:
-                method._check_delivered()
-            except ValueError as error:
-                what = {"w1": "gate", "w3": "up", "w2": "down"}[shard]
-                assert f"did not deliver hot expert {expert} ({what})" in str(error), error
-            else:
-                raise AssertionError(f"expert {expert} without {shard} was accepted")
-            layer.weight_loader(param, torch.zeros(size), "w", shard, expert)
-    method._check_delivered()
     new = refusal(8, {"sparsity": 0.5})
     assert new.startswith("layer 0: KTEPWrapperMethod has sparsity=0.5, which kt-moe"), new
     # SGLang can keep the weights that it delivers, and has none that kt-moe reads.
@@ -215,6 +199,67 @@ def check_what_a_layer_may_be() -> None:
             except ValueError as error:
                 assert not expected, (runner, error)
                 assert str(error).endswith(f"; accepted: {accepted}--kt-num-gpu-experts 0"), error
+
+
+def check_hot_experts_are_delivered() -> None:
+    """A start ends unless SGLang's loader has filled each tensor of each hot expert, with cold
+    experts and without, and whether it calls the loader of a parameter or that of the layer."""
+    shards = {"w13": ("w1", "w3"), "w2": ("w2",)}
+    names = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
+    for hot, given in ((3, {}), (4, {}), (4, {"fused": 1})):
+        fused = given.get("fused", 0)
+        layer = object.__new__(FusedMoE)
+        torch.nn.Module.__init__(layer)
+        layer.top_k, layer.num_fused_shared_experts = 2, fused
+        layer.moe_tp_size, layer.moe_tp_rank, layer.moe_ep_size = 1, 0, 1
+        layer.is_shared_fused_moe = False
+        layer.moe_runner_config = MoeRunnerConfig(layer_id=7, num_experts=4 + fused)
+        loaded: list[Any] = []
+        layer._weight_loader_impl = lambda loaded=loaded, **each: loaded.append(each["expert_id"])
+
+        def create_weights(layer: Any, weight_loader: Any, **given: Any) -> None:
+            for name in (*names, "w13_input_scale"):
+                parameter = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
+                parameter.weight_loader = weight_loader
+                layer.register_parameter(name, parameter)
+
+        method = object.__new__(kt_layer.KTEPWrapperMethod)
+        method.gpu_method = SimpleNamespace(create_weights=create_weights)
+        options = KTOptions(method="BF16", num_gpu_experts=hot)
+        method.config = kt_layer.LayerConfig(HybridModel(options), {}, 7, 16, 2)
+        method.create_weights(
+            layer,
+            4 + fused,
+            64,
+            32,
+            torch.float32,
+            weight_loader=lambda p, w, name, shard, e, loaded=loaded: loaded.append(e),
+        )
+        method.hybrid.finish_loading = iter(()).__next__
+        parts = [(e, n, s) for e in range(hot) for n in names for s in shards[n.partition("_")[0]]]
+
+        def error(method: Any = method, layer: Any = layer) -> str:
+            try:
+                method.process_weights_after_loading(layer)
+            except ValueError as error:
+                return str(error)
+            except StopIteration:  # of finish_loading
+                return ""
+            raise AssertionError("finish_loading was not called")
+
+        for expert, name, shard in parts:
+            what = {"w1": "gate", "w3": "up", "w2": "down"}[shard]
+            said = error()
+            begin = f"layer 7: SGLang did not load weights of hot experts: {expert} ("
+            assert said.startswith(begin) and f"{what} of {name}" in said, said
+            assert "input_scale" not in said, said
+            load = layer.weight_loader if expert == 2 else layer.get_parameter(name).weight_loader
+            load(layer.get_parameter(name), torch.zeros(2, 2), "w", shard, expert)
+        assert loaded == [expert for expert, *_ in parts] and error() == "", error()
+        # What a checkpoint need not have must be whole, if it has a part.
+        scale = layer.w13_input_scale
+        scale.weight_loader(scale, torch.zeros(2, 2), "w", "w1", 0)
+        assert "did not load weights of hot experts: 0 (up of w13_input_scale); 1 (" in error()
 
 
 def check_random_weights() -> None:

@@ -48,6 +48,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
 
     def begin(**arguments: object) -> sglang.Engine:
         given = {
+            "model_path": one.get("model", job["model"]),
             "dtype": job.get("dtype", "float32"),
             "skip_tokenizer_init": True,
             "sleep_on_idle": True,
@@ -59,7 +60,7 @@ def run(job: dict, one: dict, stats_path: str) -> dict:
             "log_level": "info",
             **job.get("device", CPU),
         }
-        return sglang.Engine(model_path=one.get("model", job["model"]), **given | arguments)
+        return sglang.Engine(**given | arguments)
 
     failed = None
     if "fails_first" in one:

@@ -108,7 +108,7 @@ def demo() -> tuple[dict[str, Any], Greedy]:
 def answers(
     folder: Path,
     model: Path,
-    broken: Path,
+    incomplete: Path,
     prompts: list[list[int]],
     long: list[list[int]],
     demo: tuple[dict[str, Any], Greedy],
@@ -117,7 +117,7 @@ def answers(
     """Options are given in both ways, and not at all. Most processes are forks, which start sooner
     than those that SGLang spawns (sglang_run.py)."""
     some = {"kt_method": "BF16", "kt_num_gpu_experts": HOT}
-    bad = {"kt_method": broken_checkpoint.METHOD, "kt_weight_path": str(broken)}
+    bad = {**some, "kt_num_gpu_experts": EXPERTS, "model_path": str(incomplete)}
     spawned = [{"name": "some hot", "fails_first": bad, "arguments": some, "requests": None}]
     forked: list[dict[str, Any]] = [
         {"name": "stock", "requests": ["update_weights_from_disk"]},
@@ -395,10 +395,11 @@ def test_tensor_parallel(folder: Path, prompts: list[list[int]]) -> None:
     assert counted["expert_calls"] > 0, counted
 
 
-def test_error_of_a_worker_is_raised(answers: Answers, broken: Path) -> None:
-    """The process can start another engine, which is the one of the other tests."""
+def test_error_of_a_worker_is_raised(answers: Answers) -> None:
+    """SGLang would serve a hot expert without one of its matrices. The process can start another
+    engine, which is the one of the other tests."""
     error = answers["some hot"]["failed"]
-    line = f"{broken / 'model.safetensors'}: {broken_checkpoint.LINE}"
+    line = f"layer {LAYERS - 1}: SGLang {broken_checkpoint.LACKING}"
     assert error.startswith(f"StartError: kt: error: {line}") and "\n" not in error, error
 
 

@@ -4,6 +4,7 @@ Prints OK at the end. An assertion names what is wrong.
 """
 
 import vllm_contract_checks as contract
+import vllm_delivery_checks as delivery
 import vllm_packed_checks as packed
 import vllm_padding_checks as padding
 
@@ -16,6 +17,7 @@ if __name__ == "__main__":
     contract.check_layers_are_refused()
     contract.check_other_experts()
     contract.check_hot_experts_without_a_gate()
+    delivery.check_hot_experts_are_delivered()
     contract.check_sums_left_to_the_model_are_refused()
     contract.check_a_renamed_function_stops_a_start()
     contract.check_workers_without_the_plugin_stop_a_start()

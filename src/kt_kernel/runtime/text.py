@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 # Bytes, as options accept them: the units of all sizes of memory and files. What is moved, and
 # rates such as GB/s, have decimal units.
 SIZES = {"MB": 1 << 20, "GB": 1 << 30}
+_LISTED = 8
 
 
 def ranges(ascending: Iterable[int], separator: str = ",") -> str:
@@ -24,6 +25,13 @@ def ranges(ascending: Iterable[int], separator: str = ",") -> str:
 def bracketed(ascending: Sequence[int]) -> str:
     """[0, 1, 5] as " [0-1,5]", and no numbers as an empty text."""
     return f" [{ranges(ascending)}]" if ascending else ""
+
+
+def lacking(missing: Mapping[int, Sequence[str]]) -> str:
+    """{3: ["gate", "up"], 4: []} as "3 (gate, up)". At most eight experts are named."""
+    found = [f"{expert} ({', '.join(names)})" for expert, names in missing.items() if names]
+    more = len(found) - _LISTED
+    return "; ".join(found[:_LISTED]) + (f"; and {more} more experts" if more > 0 else "")
 
 
 def shown_size(size: float, *, down: bool = False) -> str:

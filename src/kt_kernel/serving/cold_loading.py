@@ -10,6 +10,7 @@ import torch
 from ..checkpoint import open_checkpoint
 from ..moe.inference import InferenceMoEWrapper
 from ..runtime.forks import per_process
+from ..runtime.text import lacking
 from ..weights.expert_tensors import BIASES
 from .options import KTOptions
 
@@ -72,17 +73,14 @@ class ColdLoading:
 
     def check_complete(self, experts: Sequence[int]) -> None:
         """Raises ValueError that names the matrices of these experts which did not arrive."""
-        missing = [
-            f"{expert} ({', '.join(m for m in self._names if m not in there)})"
+        missing = {
+            expert: [name for name in self._names if name not in self._arrived.get(expert, {})]
             for expert in experts
             if expert not in self._packed
-            for there in (self._arrived.get(expert, {}),)
-        ]
+        }
         if missing:
             raise ValueError(
-                f"{self._place}: weights of cold experts did not arrive: "
-                + "; ".join(missing[:8])
-                + (f"; and {len(missing) - 8} more experts" if len(missing) > 8 else "")
+                f"{self._place}: weights of cold experts did not arrive: {lacking(missing)}"
             )
 
 

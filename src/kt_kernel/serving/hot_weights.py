@@ -15,6 +15,7 @@ import torch
 
 from ..checkpoint import open_checkpoint
 from ..moe.placement import Placement
+from ..runtime.text import lacking
 from ..weights.expert_tensors import BIASES, MATRICES, Matrix
 from .options import KTOptions
 
@@ -55,9 +56,11 @@ class HotWeights(ABC):
 
     Attributes:
         reads_as: the method in whose form files are read; None: as they are stored.
+        parts: what an expert consists of: `MATRICES`, and `BIASES` if the tensors have them.
     """
 
     reads_as: str | None = "BF16"
+    parts: tuple[str, ...] = MATRICES
 
     def __init__(self, place: str, shape: HotShape) -> None:
         self.place, self.shape = place, shape
@@ -81,18 +84,18 @@ class HotWeights(ABC):
         no biases."""
         raise ValueError(f"{self.place}, slot {slot}: {which} is not supported here")
 
-    def check_complete(self) -> None:
-        """ValueError if a matrix did not arrive."""
-        missing = [
-            f"slot {slot} ({which})"
-            for slot in range(self.shape.slots)
-            for which in MATRICES
-            if (slot, which) not in self._arrived
-        ]
-        if missing:
-            raise ValueError(
-                f"{self.place}: weights of hot experts did not arrive: {', '.join(missing[:8])}"
-            )
+    def check_complete(self, placement: Placement) -> None:
+        """ValueError if a matrix or a bias of a hot expert did not arrive."""
+        missing = {
+            expert: [
+                which
+                for which in self.parts
+                if (placement.slots[expert], which) not in self._arrived
+            ]
+            for expert in placement.hot_experts
+        }
+        if problem := lacking(missing):
+            raise ValueError(f"{self.place}: weights of hot experts did not arrive: {problem}")
 
     @property
     @abstractmethod
@@ -138,6 +141,8 @@ class DenseHot(HotWeights):
             )
         self._w13, self._w2, self._b13, self._b2 = w13, w2, b13, b2
         self._interleaved = interleaved
+        if b13 is not None:
+            self.parts = MATRICES + BIASES
         if padded > shape.size:
             w13.zero_()
             w2.zero_()
@@ -153,6 +158,7 @@ class DenseHot(HotWeights):
         if self._b13 is None or self._b2 is None:
             super().put_bias(slot, which, bias)
             return
+        self._arrived.add((slot, which))
         if which == "down_bias":  # added once, by the first rank
             self._b2[slot].copy_(bias if self.shape.rank == 0 else torch.zeros_like(bias))
         else:

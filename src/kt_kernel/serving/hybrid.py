@@ -361,7 +361,7 @@ class HybridLayer:
             if self.options.reads_hot:
                 change = None if self._merge is None else self._merge.merged
                 read_hot(self.options, self.layer_idx, self._placement, self.hot, change)
-            self.hot.check_complete()
+            self.hot.check_complete(self._placement)
         if self._merge is not None:
             self._merge.check_complete(self._placement.hot_experts)
         if self._wrapper is not None:
