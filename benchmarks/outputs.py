@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,18 @@ def output_file(text: str) -> Path:
     return Path(text)
 
 
-def save_result(path: Path, result: Any) -> None:
+def output_files(*suffixes: str) -> Callable[[str], str]:
+    """The same for an argument that names several files, without their suffixes."""
+
+    def checked(text: str) -> str:
+        for suffix in suffixes:
+            output_file(text + suffix)
+        return text
+
+    return checked
+
+
+def save_result(path: str | Path, result: Any) -> None:
     """Writes a result as JSON. A run that is killed leaves the one that was saved before."""
     from kt_kernel.runtime.files import write_output
 

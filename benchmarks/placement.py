@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from outputs import output_file, save_result
+from outputs import output_files, save_result
 
 from kt_kernel.routes.compare import compare
 from kt_kernel.routes.locality import reuse
@@ -43,7 +43,7 @@ SHOWN = (
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=output_file)
+    parser.add_argument("out", type=output_files(".json", ".png"))
     parser.add_argument("--record", type=Path, help="file that --record-kt-expert-routes wrote")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--layers", type=int, default=4)
@@ -72,8 +72,8 @@ def main(arguments: list[str] | None = None) -> None:
         }
     print("\n".join(table(panels)))
     saved["timed"] = timed(48, args.timed_tokens)
-    save_result(args.out.with_suffix(".json"), saved)
-    plot_policies(panels, args.out.with_suffix(".png"))
+    save_result(f"{args.out}.json", saved)
+    plot_policies(panels, f"{args.out}.png")
 
 
 def table(panels: Mapping[str, Sequence[Result]]) -> Iterator[str]:

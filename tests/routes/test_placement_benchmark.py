@@ -26,3 +26,12 @@ def test_runs(tmp_path: Path) -> None:
     assert saved["demo model"]["tokens"] == 12 and saved["demo model"]["layers"] == 2
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert done.stdout.count("\n") == 2 + 5 * 5
+
+
+@pytest.mark.parametrize("suffix", [".json", ".png"])
+def test_both_files_are_checked_first(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"out{suffix}").mkdir()
+    command = [sys.executable, SCRIPT, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and not done.stdout
+    assert f"out{suffix}: exists and is not a regular file" in done.stderr
