@@ -90,8 +90,9 @@ def text(result: Result) -> str:
 def text_checked(result: Result, checked: Check | None) -> str:
     """What the check found, and whether something disturbed it or what was measured before."""
     lines = [] if checked is None else ["", _checked(result, checked)]
-    for what, doubt in list(disturbed(result, checked).items())[:1]:
-        lines += ["", f"Disturbed: {doubt} of {what}. {_AGAIN}"]
+    doubts = [f"{doubt} of {what}" for what, doubt in disturbed(result, checked).items()]
+    if doubts:
+        lines += ["", f"Disturbed: {'; '.join(doubts)}. {_AGAIN}"]
     return "\n".join(lines)
 
 
