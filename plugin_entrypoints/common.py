@@ -9,6 +9,7 @@ from kt_kernel import _conflict
 from kt_kernel.runtime.text import shown_size
 from kt_kernel.serving.flags import ENVIRONMENT_VARIABLE, exit_with, from_environment
 from kt_kernel.serving.option_table import ENGINE, OptionError
+from kt_kernel.serving.option_values import check_writable
 from kt_kernel.serving.options import KTOptions
 
 from .tested_models import TESTED_LAYERS, TESTED_MODELS
@@ -79,19 +80,29 @@ def _why(error: Exception) -> str:
 def choose(given: Mapping[str, Any] | None, logger: logging.Logger) -> KTOptions | None:
     """The options given to the engine, or those in KT_CONFIG; None if there are neither.
 
-    An ignored KT_CONFIG is still checked, and a warning is logged if it differs. Raises
-    OptionError.
+    An ignored KT_CONFIG is still checked, and a warning is logged if it differs. So are the files
+    that other variables name, if there are options. Raises OptionError.
     """
     environment = from_environment()
     fallback = None if environment is None else KTOptions.from_mapping(environment)
-    if given is None:
-        return fallback
-    options = KTOptions.from_mapping(given)
-    if fallback not in (None, options):
+    options = fallback if given is None else KTOptions.from_mapping(given)
+    if options is not None:
+        _check_files()
+    if given is not None and fallback not in (None, options):
         logger.warning(
             "kt: %s is ignored because kt options were given directly", ENVIRONMENT_VARIABLE
         )
     return options
+
+
+def _check_files() -> None:
+    """OptionError if a file that a variable names cannot be written."""
+    from kt_kernel.serving.report import STATS_FILE_VARIABLE
+    from kt_kernel.trace.writer import TRACE_VARIABLE
+
+    for variable in (STATS_FILE_VARIABLE, TRACE_VARIABLE):
+        if path := os.environ.get(variable):
+            check_writable(variable, path)
 
 
 def warn_of_trace(device: str, logger: logging.Logger) -> None:

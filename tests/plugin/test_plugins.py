@@ -159,6 +159,29 @@ def test_hooks_that_cannot_be_installed(
         common.install("vLLM", broken, _log)
 
 
+@pytest.mark.parametrize("variable", ["KT_TRACE", "KT_STATS_FILE"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("no/file", "its folder does not exist"), ("", "exists and is not a regular file")],
+)
+def test_files_of_variables_are_checked_at_the_start(
+    variable: str, name: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Like those of options, and in the same words; without kt options, nothing is checked."""
+    path = str(tmp_path / name)
+    monkeypatch.setenv(variable, path)
+    assert common.choose(None, _log) is None
+    with pytest.raises(OptionError) as caught:
+        common.choose({}, _log)
+    assert str(caught.value) == f"{variable} {path}: {reason}"
+    flag = "--record-kt-expert-routes"
+    with pytest.raises(OptionError) as by_option:
+        KTOptions.from_mapping({flag: path})
+    assert str(by_option.value) == f"{flag} {path}: {reason}"
+    monkeypatch.setenv(variable, str(tmp_path / "new"))
+    assert common.choose({}, _log) == KTOptions() and not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize(
     ("path", "device", "said"),
     [("t.json", "cpu", True), ("t.json", "cuda", False), ("", "cpu", False)],

@@ -309,11 +309,12 @@ def test_two_devices_in_one_file(tmp_path):
     ("name", "reason"),
     [
         ("no/such/folder", "No such file or directory"),
-        ("", "Is a directory"),
+        ("", "exists and is not a regular file"),
         ("a\0b", "null"),
-        ("/dev/full", "No space left on device"),
-        ("pipe", "No such device or address"),  # rather than wait until somebody reads it
-        ("read pipe", "Is a pipe"),
+        ("/dev/full", "exists and is not a regular file"),
+        ("/dev/stdout", "exists and is not a regular file"),  # even if it is a file
+        ("pipe", "exists and is not a regular file"),  # rather than wait until somebody reads it
+        ("read pipe", "exists and is not a regular file"),
     ],
 )
 def test_a_file_that_cannot_be_written(tmp_path, caplog, name, reason):

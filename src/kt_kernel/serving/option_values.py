@@ -49,7 +49,7 @@ def checked_value(option: Option, value: Any) -> Any:
     if option.kind == "file" and not os.path.isfile(text):
         raise OptionError(f"{flag} {text}: no such file")
     if option.kind == "new file":
-        _check_writable(flag, text)
+        check_writable(flag, text)
     if option.kind == "strategy" and text not in STRATEGIES:
         raise OptionError(f"{flag} {text}: unknown; accepted: {', '.join(STRATEGIES)}")
     if option.kind == "hot format" and text not in (AUTO, *HOT_FORMATS):
@@ -93,7 +93,9 @@ def _ratio(flag: str, value: Any) -> float:
     return ratio
 
 
-def _check_writable(flag: str, text: str) -> None:
+def check_writable(flag: str, text: str) -> None:
+    """Raises OptionError unless a file that is written again and again can be there. flag: of the
+    option, or the name of a variable."""
     try:
         folder = os.path.dirname(os.path.abspath(followed(text))) if text else ""
     except (OSError, ValueError) as error:  # ValueError: a NUL

@@ -8,17 +8,16 @@ missing.
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import itertools
 import json
 import logging
 import os
-import stat
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ..runtime.files import need_writable
 from ..runtime.forks import per_process
 from .clock import Offset
 from .pieces import (
@@ -161,17 +160,12 @@ class TraceWriter:
 
 def _open(path: str, anew: bool) -> io.FileIO:
     """The file, to append to: devices may share it. Unbuffered, so that a fork has nothing to write
-    twice. Raises OSError for a pipe: opening one would wait for a reader."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+    twice. Raises OSError for anything but a file: opening a pipe would wait for a reader, and a
+    file that this process has open under another name would lose what is in it."""
+    need_writable(path, again=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     fd = os.open(path, flags | (os.O_TRUNC if anew else 0), 0o666)
-    try:
-        if stat.S_ISFIFO(os.fstat(fd).st_mode):
-            raise OSError(errno.EINVAL, "Is a pipe", path)
-        os.set_blocking(fd, True)
-        return io.FileIO(fd, "a")
-    except BaseException:
-        os.close(fd)
-        raise
+    return io.FileIO(fd, "a")
 
 
 def _leave_to_parent() -> None:
