@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kt_kernel.serving import server_guard
 from kt_kernel.serving.server_process import (
     ServerFailed,
     free_port,
@@ -32,7 +33,17 @@ children = [subprocess.Popen([sys.executable, "-c", program]) for program in (
     "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
     "print('deaf', flush=True); time.sleep(600)",
 )]
-print("family", os.getpid(), *(child.pid for child in children), flush=True)
+# A daemon, which has another parent and another session.
+read, write = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if (daemon := os.fork()) == 0:
+        time.sleep(600)
+    os.write(write, str(daemon).encode())
+    os._exit(0)
+os.wait()
+daemon = int(os.read(read, 9))
+print("family", os.getpid(), *(child.pid for child in children), daemon, flush=True)
 if sys.argv[1] == "waits":
     time.sleep(600)
 """
@@ -63,7 +74,7 @@ def test_nothing_of_a_group_is_left(leader: str, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with process_group([sys.executable, "-c", FAMILY, leader], log, patience=1) as process:
         everyone = family(log)
-        assert everyone[0] == process.pid and running(everyone[2])
+        assert os.getpgid(everyone[1]) == process.pid and all(map(running, everyone[1:]))
         if leader == "ends":
             process.wait(30)
     assert not any(map(running, everyone))
@@ -109,6 +120,7 @@ with process_group([sys.executable, "-c", sys.argv[1], "waits"], Path(sys.argv[2
         (signal.SIGTERM, 128 + signal.SIGTERM),
         (signal.SIGHUP, 128 + signal.SIGHUP),
         (signal.SIGINT, -signal.SIGINT),
+        (signal.SIGKILL, -signal.SIGKILL),  # after which the parent cannot do anything
     ],
 )
 def test_a_group_ends_with_its_parent(number: signal.Signals, code: int, tmp_path: Path) -> None:
@@ -119,7 +131,41 @@ def test_a_group_ends_with_its_parent(number: signal.Signals, code: int, tmp_pat
     everyone = family(log)
     os.kill(parent.pid, number)
     assert parent.wait(30) == code
+    if number == signal.SIGKILL:
+        wait_for_the_end(everyone)
     assert not any(map(running, everyone))
+
+
+def wait_for_the_end(everyone: list[int]) -> None:
+    end = time.monotonic() + 20
+    while any(map(running, everyone)) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def test_a_parent_that_is_gone_before_the_start(tmp_path: Path) -> None:
+    """The guard notices it, whenever it happens."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-I", "-S", server_guard.__file__, "0", *SLEEP]
+    with open(log, "wb") as output:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, timeout=30)
+    assert done.returncode in (-signal.SIGTERM, -signal.SIGKILL)
+
+
+def test_a_killed_guard(tmp_path: Path) -> None:
+    """As by a lack of memory: its group is ended by the parent."""
+    log = tmp_path / "log"
+    with process_group([sys.executable, "-c", FAMILY, "waits"], log, patience=1) as process:
+        *everyone, daemon = family(log)
+        os.kill(process.pid, signal.SIGKILL)
+    assert not any(map(running, everyone)) and process.returncode == -signal.SIGKILL
+    os.kill(daemon, signal.SIGKILL)
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with process_group([str(tmp_path / "absent")], log) as process:
+        assert process.wait(30) == 127
+    assert log.read_text() == f"{tmp_path / 'absent'}: No such file or directory\n"
 
 
 @contextmanager

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from . import server_guard
+
 # The servers are local, so proxies named in the environment are not used.
 local_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -30,13 +32,15 @@ def process_group(
     env: Mapping[str, str] | None = None,
     patience: float = 15,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs a command and writes its output to ``log``. When the block ends, none of its processes
-    runs.
+    """Runs a command and writes its output to ``log``. When the block ends, or this process is
+    killed, none of its processes runs.
 
-    Engines start processes that may outlive the first one, so the whole group is ended: by SIGTERM,
-    and by SIGKILL after ``patience`` seconds. In the main thread, SIGTERM to this process, or the
-    SIGHUP of a terminal that is closed, leaves the block with SystemExit, and SIGINT does not
-    interrupt ending the group.
+    Engines start processes that may outlive the first one, so all of them are ended: by SIGTERM,
+    and by SIGKILL after ``patience`` seconds. The process that is yielded is the guard that does
+    this (``server_guard.py``): it leads the group, and ends when and as the command does, with code
+    127 if the command cannot be started. In the main thread, SIGTERM to this process, or the SIGHUP
+    of a terminal that is closed, leaves the block with SystemExit, and SIGINT does not interrupt
+    ending the group.
     """
     catches = threading.current_thread() is threading.main_thread()
     previous = {}
@@ -47,8 +51,8 @@ def process_group(
     try:
         with open(log, "wb") as output:
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-I", "-S", server_guard.__file__, str(patience), *command],
+                stdin=subprocess.PIPE,  # the guard waits for its end
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=env,
@@ -58,7 +62,11 @@ def process_group(
             yield process
         finally:
             interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN) if catches else None
-            end_group(process.pid, patience)
+            assert process.stdin is not None
+            process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(patience + server_guard.KILLING)
+            end_group(process.pid, 0)  # nothing, unless the guard was killed
             process.wait()
             if catches:
                 signal.signal(signal.SIGINT, interrupt)
@@ -94,26 +102,17 @@ def end_group(group: int, patience: float = 15) -> None:
 def cpu_seconds(group: int) -> float:
     """That the processes of a group and their ended children have used."""
     # proc(5): utime, stime, cutime, cstime
-    ticks = sum(int(field) for process in _processes(group) for field in process[11:15])
+    ticks = sum(int(field) for process in _of_group(group) for field in process[11:15])
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _runs(group: int) -> bool:
     """Whether a process of the group runs. Zombies do not: their parents may never reap them."""
-    return any(process[0] not in "ZX" for process in _processes(group))
+    return any(process[0] not in "ZX" for process in _of_group(group))
 
 
-def _processes(group: int) -> Iterator[list[str]]:
-    """Of each process of a group, what /proc says of it, from its state on."""
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = stat.read_text()
-        except OSError:
-            continue  # it has just ended
-        # proc(5): pid (name) state ppid pgrp; the name may hold any character
-        fields = text.rpartition(")")[2].split()
-        if int(fields[2]) == group:
-            yield fields
+def _of_group(group: int) -> Iterator[list[str]]:
+    return (about for _, about in server_guard.processes() if int(about[2]) == group)
 
 
 def wait_until_healthy(
