@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kt_kernel.runtime.text import SIZES, shown_size
+from kt_kernel.runtime.text import SIZES, lacking, shown_size
 from kt_kernel.serving.option_table import find_option
 from kt_kernel.serving.option_values import checked_value
 
@@ -29,3 +29,11 @@ def test_sizes_are_rounded_in_the_direction_that_helps(size: int) -> None:
     unit = SIZES["GB" if size >= SIZES["GB"] else "MB"]
     assert size - 1 <= read(shown_size(size)) <= size + unit / 100
     assert size - unit / 100 <= read(shown_size(size, down=True)) <= size + 1
+
+
+def test_experts_that_lack_something() -> None:
+    alike = {3: ["gate", "up"], 4: ["gate", "up"], 5: [], 6: ["up"]}
+    assert lacking(alike) == "3-4 (gate, up); 6 (up)"
+    assert lacking({5: []}) == lacking({}) == ""
+    other = lacking({expert: [str(expert)] for expert in range(11)})
+    assert other.startswith("0 (0); ") and other.endswith("; 7 (7); and 3 more experts")

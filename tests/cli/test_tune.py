@@ -143,6 +143,37 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
         assert options.num_gpu_experts == count, share
 
 
+def test_on_several_gpus(kt: Any, gpu: None, tmp_path: Path) -> None:
+    """A number of hot experts is that of one GPU, so the memory for them is recommended, which
+    counts for each GPU; a start takes no number from the file."""
+    given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--gpu-memory", "4108MB"
+    one = json.loads(kt(*given, "--json", "--no-save")[1])
+    assert one["not_predicted"] == []
+    speculation = """-sc '{"method": "ngram"}'"""
+    given += "--engine-args", f"--tp-size=2 {speculation}"
+    two = json.loads(kt(*given, "--json")[1])
+    assert "num_gpu_experts" not in two["options"] and "--kt-num-gpu-experts" not in two["command"]
+    words = shlex.split(two["command"])
+    memory = words[words.index("--kt-gpu-experts-memory") + 1]
+    options = KTOptions.from_mapping({"gpu_experts_memory": memory})
+    [chosen] = [
+        row["gpu_bytes"]
+        for row in one["candidates"]
+        if row["num_gpu_experts"] == one["options"]["num_gpu_experts"]
+        and row["method"] == "INT4_G32"
+        and row["threads"] == one["options"].get("cpuinfer")
+        and row["deferred"] == 0
+    ]
+    assert 0.98 * chosen < (options.gpu_experts_memory or 0) <= chosen
+    assert "as many hot experts as fit into what one GPU has left" in two["why"]
+    (file,) = (tmp_path / "config" / "kt-moe" / "tuned").iterdir()
+    saved = json.loads(file.read_text())
+    assert saved["need"] is None and "num_gpu_experts" not in saved["options"]
+    out = kt(*given, "--no-save")[1]
+    assert out.count("Not in the predictions: --tensor-parallel-size 2 (") == 1
+    assert "); -sc (a step gives one token" in out
+
+
 def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     failed(
         kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "1GB"),

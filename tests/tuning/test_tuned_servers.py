@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from kt_kernel.serving import server_process
 from kt_kernel.serving.server_process import ServerFailed
-from kt_kernel.tuning.arguments import changes_of, check_arguments
+from kt_kernel.tuning.arguments import changes_of, check_arguments, not_predicted, ranks_of
 from kt_kernel.tuning.engine import USUAL, Server, ServerPlan, measure_engine, serving
 from kt_kernel.tuning.model import Load, Setting, TimeModel
 from kt_kernel.tuning.rates import CpuRates, EngineRates, GpuRates
@@ -469,3 +469,30 @@ def test_layers_with_experts_between_others() -> None:
     layer = 2 * SHAPE.expert_weights * SHAPE.experts
     part = small_shape(every_other, 6 * layer)
     assert (part.layers, part.moe_layers) == (6, (1, 3, 5))
+
+
+@pytest.mark.parametrize(
+    ("engine", "given", "ranks", "said"),
+    [
+        ("vllm", "", 1, []),
+        ("vllm", "-tp 4", 4, ["--tensor-parallel-size 4 ("]),
+        ("vllm", "--tensor_parallel_size=2 -tp 1", 1, []),
+        ("vllm", "--tensor-parallel-size two", 1, []),
+        ("vllm", "--spec-method ngram", 1, ["--spec-method ("]),
+        ("vllm", "--speculative-config.method=mtp", 1, ["--speculative-config.method ("]),
+        ("sglang", "--tp 2", 2, ["--tensor-parallel-size 2 ("]),
+        ("sglang", "--speculative-draft-attention-backend triton", 1, []),
+        (
+            "sglang",
+            "--tp-size 8 --speculative-algorithm EAGLE",
+            8,
+            ["--tensor-parallel-size 8 (", "--speculative-algorithm ("],
+        ),
+    ],
+)
+def test_what_predictions_leave_out(engine: str, given: str, ranks: int, said: list[str]) -> None:
+    words = given.split()
+    check_arguments(engine, words)
+    assert ranks_of(engine, words) == ranks
+    found = not_predicted(engine, words)
+    assert len(found) == len(said) and all(map(str.startswith, found, said)), found

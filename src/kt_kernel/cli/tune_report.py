@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..runtime.text import shown_size
+from ..tuning.arguments import not_predicted
 from ..tuning.choice import Candidate
 from ..tuning.run import Check, Result
 
@@ -20,6 +21,7 @@ def describe(result: Result, checked: Check | None) -> dict[str, Any]:
         "options": result.options,
         "command": result.server.shown(),
         "why": _why(result),
+        "not_predicted": _not_predicted(result),
         "assumed": asdict(result.wishes),
         "predicted": {
             "decode_tokens_s": dict(one.decode),
@@ -83,6 +85,8 @@ def text(result: Result) -> str:
         lines.append(
             f"The times of {result.model.engine.engine} itself are those of another machine."
         )
+    if left_out := _not_predicted(result):
+        lines.append(f"Not in the predictions: {'; '.join(left_out)}.")
     lines += ["", f"Recommended: {_why(result)}", "", f"  {result.server.shown()}"]
     return "\n".join(lines)
 
@@ -94,6 +98,10 @@ def text_checked(result: Result, checked: Check | None) -> str:
     if doubts:
         lines += ["", f"Disturbed: {'; '.join(doubts)}. {_AGAIN}"]
     return "\n".join(lines)
+
+
+def _not_predicted(result: Result) -> list[str]:
+    return not_predicted(result.server.engine, result.wishes.engine_arguments)
 
 
 def _shown(result: Result) -> list[Candidate]:
@@ -131,10 +139,12 @@ def _why(result: Result) -> str:
     parts = []
     if result.room is None:
         parts.append("there is no GPU, so all experts are cold")
-    elif one.hot.count == result.tuned.shape.experts:
-        parts.append("all experts fit on the GPU")
     elif one.hot.count == 0:
         parts.append("no hot expert fits on the GPU")
+    elif result.several:
+        parts.append("as many hot experts as fit into what one GPU has left for them")
+    elif one.hot.count == result.tuned.shape.experts:
+        parts.append("all experts fit on the GPU")
     else:
         parts.append(f"{one.hot.count} hot experts per layer fit on the GPU")
     threads = one.cpu.threads

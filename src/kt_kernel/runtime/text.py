@@ -28,10 +28,15 @@ def bracketed(ascending: Sequence[int]) -> str:
 
 
 def lacking(missing: Mapping[int, Sequence[str]]) -> str:
-    """{3: ["gate", "up"], 4: []} as "3 (gate, up)". At most eight experts are named."""
-    found = [f"{expert} ({', '.join(names)})" for expert, names in missing.items() if names]
-    more = len(found) - _LISTED
-    return "; ".join(found[:_LISTED]) + (f"; and {more} more experts" if more > 0 else "")
+    """{3: ["gate", "up"], 4: ["gate", "up"], 5: [], 6: ["up"]} as "3-4 (gate, up); 6 (up)". Experts
+    that lack the same stand together. At most eight such groups are named."""
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for expert, names in missing.items():
+        if names:
+            groups.setdefault(tuple(names), []).append(expert)
+    found = [f"{ranges(experts)} ({', '.join(names)})" for names, experts in groups.items()]
+    more = sum(map(len, [*groups.values()][_LISTED:]))
+    return "; ".join(found[:_LISTED]) + (f"; and {more} more experts" if more else "")
 
 
 def shown_size(size: float, *, down: bool = False) -> str:

@@ -16,6 +16,13 @@ OVERRIDES_FLAG = {"vllm": "--hf-overrides", "sglang": "--json-model-override-arg
 MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 #: The argument of each engine that says how many tokens a batch of prompts has at most.
 BATCH_FLAG = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}
+#: The argument of both engines that says on how many GPUs a model is served.
+RANKS_FLAG = "--tensor-parallel-size"
+# Arguments of each engine with which it predicts several tokens at a time.
+_SPECULATION = {
+    "vllm": re.compile("--spec-|--speculative-config|-sc$"),
+    "sglang": re.compile("--speculative-algo"),
+}
 _MODEL = "kt tune gives it by its own argument MODEL"
 _CONTEXT = "kt tune gives it by its own option --context"
 _STREAMS = "kt tune gives it by its own option --streams"
@@ -41,7 +48,9 @@ _REFUSED = {
         "--config": _FILE,
     },
 }
-_OTHER_NAMES = {"--device-memory-utilization": MEMORY_FLAG["vllm"]}
+_OTHER_NAMES = {"--device-memory-utilization": MEMORY_FLAG["vllm"]} | dict.fromkeys(
+    ("-tp", "--tp", "--tp-size"), RANKS_FLAG
+)
 _OF_KT = re.compile(r"--(no-|record-)?kt-")
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
@@ -50,7 +59,7 @@ _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
 def check_arguments(engine: str, arguments: Sequence[str]) -> None:
     """Raises ValueError for arguments that `kt tune` cannot have, and for abbreviated names of them
     and of those that it reads: engines complete them."""
-    read = {flags[engine] for flags in (OVERRIDES_FLAG, MEMORY_FLAG, BATCH_FLAG)}
+    read = {flags[engine] for flags in (OVERRIDES_FLAG, MEMORY_FLAG, BATCH_FLAG)} | {RANKS_FLAG}
     known = read | _REFUSED[engine].keys()
     for word in arguments:
         name = name_of(word).partition(".")[0]  # vLLM has --name.key, too
@@ -91,6 +100,25 @@ def whole_number(engine: str, text: str) -> int | None:
     if unit and _NUMBER.fullmatch(text[:-1]):
         return int(float(text[:-1]) * unit)
     return int(text) if text.isdecimal() else None
+
+
+def ranks_of(engine: str, arguments: Sequence[str]) -> int:
+    """On how many GPUs the engine serves a model. 1 for what is no number: the engine refuses
+    it."""
+    return whole_number(engine, value_of(arguments, RANKS_FLAG)) or 1
+
+
+def not_predicted(engine: str, arguments: Sequence[str]) -> list[str]:
+    """The arguments whose effects the predictions leave out, with these effects, in words."""
+    found = []
+    if (ranks := ranks_of(engine, arguments)) > 1:
+        found.append(
+            f"{RANKS_FLAG} {ranks} (times and memory are those of one GPU, which holds everything)"
+        )
+    names = [name_of(word) for word in arguments]
+    if given := next(filter(_SPECULATION[engine].match, names), ""):
+        found.append(f"{given} (a step gives one token, and no draft model takes memory)")
+    return found
 
 
 def changes_of(engine: str, arguments: Sequence[str]) -> dict[str, Any]:

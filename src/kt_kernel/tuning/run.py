@@ -14,9 +14,11 @@ import torch
 from ..runtime.gpu import gpu_memory
 from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
+from ..runtime.text import shown_size
 from ..serving.option_table import OptionError
 from ..serving.tuned import ENGINES_PART, Need
 from .apart import Apart
+from .arguments import ranks_of
 from .batches import batch_tokens
 from .choice import Candidate, HotChoice, Limits, choose, predict
 from .cpu import cpu_rates, host_rates
@@ -53,13 +55,19 @@ class Result:
     disturbed: dict[str, str]
 
     @property
+    def several(self) -> bool:
+        """Whether the model is served on several GPUs. The numbers of hot experts are those of one,
+        so none is recommended."""
+        return ranks_of(self.server.engine, self.wishes.engine_arguments) > 1
+
+    @property
     def options(self) -> dict[str, Any]:
         """The recommended options by name: those that differ from what kt-moe does by itself."""
         one = self.chosen
         found: dict[str, Any] = {}
-        if self.room is not None:
+        if self.room is not None and not self.several:
             found["num_gpu_experts"] = one.hot.count
-        if one.hot.format != "auto" and one.hot.count:
+        if one.hot.format != "auto" and one.hot.count and not self.several:
             found["hot_format"] = one.hot.format
         if one.cpu.method != self.tuned.method:
             found["method"] = one.cpu.method
@@ -73,7 +81,8 @@ class Result:
     def need(self) -> Need | None:
         """Of the hot experts; None if there are none."""
         device = self.model.device
-        if self.room is None or not self.chosen.hot.count or isinstance(device, HostRates):
+        hot = self.options.get("num_gpu_experts")
+        if self.room is None or not hot or isinstance(device, HostRates):
             return None
         fixed = self.room.weights + self.chosen.hot.gpu_bytes
         if self.server.engine == "vllm":  # SGLang's share does not include it
@@ -160,6 +169,9 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         disturbances.found,
     )
     shown = result.options
+    if result.several and chosen.hot.count:  # each GPU gets as much as one would
+        shown["gpu_experts_memory"] = shown_size(chosen.hot.gpu_bytes, down=True)
+        shown |= {} if chosen.hot.format == "auto" else {"hot_format": chosen.hot.format}
     if wishes.statistics is not None and chosen.hot.count:
         shown = shown | {"expert_stats": wishes.statistics}
     if not shown:  # the plugin is turned on by any option
