@@ -48,9 +48,9 @@ CLASSES = """\
 Some experts hot, the rest cold, in 16 bits; or none hot, where the engine's kernels for the CPU
 compute no experts of the class. The control lacks the cold experts. \\* compared with
 the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing,
-sparse attention, attention with sinks or descriptions of batches by the test, because the engine
-has them on GPUs or on CPUs with AMX only, or in float32 where the engine has bfloat16 only, or
-without an encoder of images
+sparse attention, attention with sinks, residual streams, rotary embeddings or descriptions of
+batches by the test, because the engine has them on GPUs or on CPUs with AMX only, or in float32
+where the engine has bfloat16 only, or without an encoder of images
 ([details](support.md#classes)).
 """
 

@@ -15,7 +15,7 @@ from kt_kernel.serving.tuned import Start
 
 from ..common import choose, refuse_class, refuse_streaming
 from .contract import CONTRACT
-from .settings_contract import REFUSED_SPECULATION, REFUSED_WITH_RANKS
+from .settings_contract import OWN_LOADING, REFUSED_SPECULATION, REFUSED_WITH_RANKS
 
 CONFIG_KEY = "kt"
 
@@ -68,7 +68,8 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     from kt_kernel.serving.preflight import ServedModel, prepare
 
     model = config.model_config
-    refuse_class(list(model.architectures or []), options, CONTRACT.engine, logger)
+    classes = list(model.architectures or [])
+    refuse_class(classes, options, CONTRACT.engine, logger)
     CONTRACT.refuse(config)
     ranks = config.parallel_config.tensor_parallel_size
     if ranks > 1:
@@ -87,6 +88,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
         model.dtype.itemsize,
         start=_start(config),
         whole=model.hf_config,
+        own_loading=not OWN_LOADING.isdisjoint(classes),
     )
     return prepare(options, model.hf_text_config, served, logger)
 

@@ -51,3 +51,8 @@ REFUSED_SPECULATION = (
         "--speculative-config",
     ),
 )
+# Classes whose loaders write experts to vLLM's tensors by themselves, and not by the callback that
+# cold experts take. kt-moe reads all experts of these.
+OWN_LOADING = frozenset(
+    ("GptOssForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration")
+)

@@ -100,6 +100,7 @@ MODELS = {
     "hunyuan_v1_moe": ("HunYuanMoEV1", dict(moe_topk=TOP_K)),
     "hy_v3": ("HYV3", {}),
     "hy_v4": ("HYV4", SPARSE),
+    "inkling_model": ("Inkling", {}),
     "inkling_text": ("Inkling", {}),
     "jamba": (
         "Jamba",
@@ -163,7 +164,7 @@ MULTIMODAL = {
     "step3p7": ("Step3p7", dict(moe_layers_enum="0,1")),
 }
 # Experts as in the class above; transformers has none of this type, or none with experts.
-ANOTHER_TYPE = ("kimi_k2", "gemma4_unified_text", "step3_text")
+ANOTHER_TYPE = ("kimi_k2", "gemma4_unified_text", "inkling_model", "step3_text")
 
 
 @pytest.fixture(autouse=True, scope="module")

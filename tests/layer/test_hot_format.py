@@ -21,6 +21,7 @@ def decide(
     method: str,
     device: str = "cuda",
     tensors: tuple[str, ...] = (),
+    own_loading: bool = False,
     **settings: Any,
 ) -> str:
     """The format, or the error."""
@@ -31,7 +32,7 @@ def decide(
         unconvertible="",
     )
     try:
-        return decide_hot_format(options, quantisation, device, checkpoint).hot_format
+        return decide_hot_format(options, quantisation, device, checkpoint, own_loading).hot_format
     except OptionError as error:
         return str(error)
 
@@ -80,6 +81,21 @@ def test_columns_in_the_order_of_activations_are_not_packed() -> None:
 def test_refused(given: str, quantisation: str, method: str, device: str, line: str) -> None:
     error = decide(given, quantisation, method, device)
     assert error.startswith(f"--kt-hot-format {line}") and "; accepted: " in error
+
+
+def test_experts_that_the_engine_loads_in_its_own_way() -> None:
+    """They are read by kt-moe, in 16 bits unless the model or the option has fewer."""
+    for quantisation, method, on_gpu in (
+        (None, "INT4_G32", "bf16"),
+        ("fp8", "FP8", "bf16"),
+        ("gptq_marlin", "GPTQ_INT4", "packed"),
+    ):
+        assert decide("auto", quantisation, method, own_loading=True) == on_gpu
+        assert decide("auto", quantisation, method, "cpu", own_loading=True) == "bf16"
+        assert decide("bf16", quantisation, method, own_loading=True) == "bf16"
+    assert decide("packed", None, "INT4_G32", own_loading=True) == "packed"
+    error = decide("engine", None, "BF16", own_loading=True)
+    assert error.startswith("--kt-hot-format engine: the engine loads the experts of this class")
 
 
 def test_packed_for_a_method_that_quantises() -> None:

@@ -346,6 +346,28 @@ def model_of(layers: int, weights: dict[str, torch.Tensor], **options: Any) -> H
     return model
 
 
+def test_several_sets_of_experts_in_a_layer(
+    tmp_path: Path, weights: dict[str, torch.Tensor]
+) -> None:
+    """Each has its own weights, and options that name layers by number are refused."""
+    model = model_of(1, weights)
+    second = model.add_layer(**shape(layer_idx=0))
+    load(second, {name: -tensor for name, tensor in weights.items()})
+    x, ids, router = batch(3)
+    found = []
+    for layer in model.layers:
+        layer.finish_loading()
+        layer.submit(x, ids, router)
+        found.append(layer.collect(x))
+    assert not torch.equal(*found)
+    model = HybridModel(KTOptions.from_mapping({"method": "BF16", "weight_path": str(tmp_path)}))
+    model.add_layer(**shape(layer_idx=1))
+    with pytest.raises(
+        OptionError, match="--kt-weight-path: layer 1 of the model has several sets"
+    ):
+        model.add_layer(**shape(layer_idx=1))
+
+
 def test_model(weights: dict[str, torch.Tensor]) -> None:
     model = model_of(2, weights)
     assert not model.loaded

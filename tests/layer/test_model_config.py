@@ -9,6 +9,7 @@ import pytest
 import transformers
 
 from kt_kernel.serving.model_config import expert_sizes, has_plain_silu, num_experts
+from kt_kernel.serving.option_table import OptionError
 
 
 @pytest.mark.parametrize(
@@ -40,8 +41,13 @@ def test_which_activations_are_plain_silu(name: str, given: dict[str, Any], plai
     "name", ["num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"]
 )
 def test_names_of_the_number_of_experts(name: str) -> None:
-    """The last one is that of Step-3, Step-3.5 and Aria."""
+    """The last one is that of Step-3, Step-3.5 and Aria, and of Ernie 4.5 VL, for text and for
+    images."""
     assert num_experts(SimpleNamespace(**{name: 48})) == 48
+    assert num_experts(SimpleNamespace(**{name: [48, 48]})) == 48
+    for numbers in ([], [48, 64], [None, None]):
+        with pytest.raises(OptionError, match="its configuration has no number of experts"):
+            num_experts(SimpleNamespace(**{name: numbers}))
 
 
 @pytest.mark.parametrize("name", ["moe_latent_size", "routed_expert_hidden_size"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,6 +158,14 @@ def test_method_and_checkpoint_that_disagree(tmp_path: Path) -> None:
 def test_sizes_that_do_not_suit_the_method() -> None:
     error = check({"weight_path": str(DEMO_MODEL), "method": "MXFP4"}, moe_intermediate_size=80)
     assert error.startswith("--kt-method MXFP4: moe_intermediate_size=80 is not divisible by")
+
+
+def test_a_class_that_the_engine_loads_in_its_own_way() -> None:
+    """All experts are read from the served model, also where it is not quantised."""
+    config, options = SimpleNamespace(**CONFIG), KTOptions(num_gpu_experts=2)
+    assert prepare(options, config, SERVED).weight_path is None
+    made = prepare(options, config, replace(SERVED, own_loading=True))
+    assert made.weight_path == str(DEMO_MODEL) and made.reads_hot and made.method == "INT4_G32"
 
 
 def test_gguf(tmp_path: Path) -> None:

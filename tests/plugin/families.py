@@ -66,7 +66,7 @@ FAMILIES = {
         replaced=dict(is_moe_layer=[False, True]),
     ),
     "Glm4MoeForCausalLM": Family(GROUPS | dict(head_dim=32), {}, {}),
-    "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"])),
+    "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"]), {}),
     "GraniteMoeForCausalLM": Family({}, {}, {}),
     "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}, {}),
     "Llama4ForCausalLM": Family(

@@ -63,7 +63,10 @@ FAMILIES_2026: dict[str, Family] = {
         replaced=dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
     ),
     "AXK1ForCausalLM": Family(
-        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"), untried=("vllm",)
+        MLA | GROUPS | dict(topk_method="noaux_tc", scoring_func="sigmoid"),
+        CPU_MLA,
+        # A norm that dense layers have and do not use.
+        added={"model.layers.0.post_mlp_layernorm.weight": (128,)},
     ),
     "DbrxForCausalLM": Family(
         dict(

@@ -13,7 +13,18 @@ from families_2026 import (
     TRITON,
     overriding,
 )
-from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, LLAMA4, MLA, SHARED, TOP_K, Family
+from family_settings import (
+    COMMON,
+    EXPERTS,
+    GROUPS,
+    LINEAR_ATTENTION,
+    LLAMA4,
+    MLA,
+    SHARED,
+    TOP_K,
+    VOCABULARY,
+    Family,
+)
 
 MROPE = dict(
     rope_parameters=dict(
@@ -103,6 +114,9 @@ STEP_SETTINGS = dict(
         head_dim=32,
     ),
 )
+STEP_VLLM = {key: value for key, value in STEP_SETTINGS.items() if value is not None} | dict(
+    att_impl_type="GQA", yarn_only_types=["none"], architectures=["Step3p5ForCausalLM"]
+)
 STEP_IMAGES = dict(width=64, layers=1, heads=2, image_size=56, patch_size=14, mlp_ratio=1.0)
 IN_LANGUAGE_MODEL = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 TOWER = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
@@ -128,7 +142,30 @@ MULTIMODAL: dict[str, Family] = {
             rope_parameters=dict(rope_type="default", rope_theta=500000.0, mrope_section=[6, 6, 4]),
         )
         | DENSE_FIRST,
-        untried=("vllm", "sglang"),
+        # As published, without a part for the text.
+        {
+            "hf_overrides": COMMON
+            | dict(
+                vocab_size=VOCABULARY + 16,
+                moe_num_experts=[EXPERTS, EXPERTS],
+                moe_intermediate_size=[32, 32],
+                moe_k=TOP_K,
+                moe_num_shared_experts=1,
+                moe_layer_start_index=[1, 1],
+                moe_layer_end_index=[1, 1],
+                hidden_act="silu",
+                rms_norm_eps=1e-5,
+                rope_parameters=dict(rope_type="default", rope_theta=500000.0),
+                freq_allocation=4,
+                pixel_hidden_size=64,
+                spatial_conv_size=2,
+                temporal_conv_size=2,
+                use_temporal_conv=False,
+                im_patch_id=130,
+            )
+        },
+        untried=("sglang",),
+        unset="moe_statics",
         inside=TEXT,
         around=SPANS
         | dict(
@@ -340,7 +377,9 @@ MULTIMODAL: dict[str, Family] = {
     ),
     "Step3p7ForConditionalGeneration": Family(
         STEP,
-        sglang=overriding(vision_config=STEP_IMAGES),
+        # Settings whose names transformers changes.
+        {"hf_overrides": {"text_config": STEP_VLLM}},
+        overriding(vision_config=STEP_IMAGES),
         replaced=STEP_SETTINGS,
         inside=TEXT,
         around=dict(

@@ -7,7 +7,7 @@ from typing import Any
 
 from families_2026 import CPU_MLA, DENSE_FIRST, FAMILIES_2026, GEMMA4, ONE_GROUP, ROPE
 from families_alike import ALIKE
-from families_multimodal import IN_LANGUAGE_MODEL, MULTIMODAL, TEXT, TOWER
+from families_multimodal import IN_LANGUAGE_MODEL, MULTIMODAL, PATCHES, TEXT, TOWER
 from family_settings import (
     EXPERTS,
     GROUPS,
@@ -112,6 +112,67 @@ GLM_5_NEXT = Family(
     inside=TEXT,
     around=GLM_4V.around
     | dict(vision_config=GLM_4V.around["vision_config"] | dict(projection_intermediate_size=64)),
+)
+DEEPSEEK_4 = FAMILIES_2026["DeepseekV4ForCausalLM"]
+INKLING = Family(
+    dict(
+        n_shared_experts=2,
+        route_scale=2.5,
+        layer_types=["hybrid", "hybrid"],
+        swa_num_attention_heads=4,
+        swa_num_key_value_heads=2,
+        swa_head_dim=32,
+    ),
+    untried=("vllm",),
+    settings="InklingTextConfig",
+    replaced=dict(
+        model_type="inkling_model",
+        local_layer_ids=[],
+        use_embed_norm=True,
+        use_gate_bias=True,
+        use_global_scale=True,
+    ),
+    renamed={
+        "model.embed_tokens.embed_norm.": "model.llm.embed_norm.",
+        "model.embed_tokens.": "model.llm.embed.",
+        "model.layers.": "model.llm.layers.",
+        "model.norm.": "model.llm.norm.",
+        "lm_head.": "model.llm.unembed.",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "mlp_norm",
+        "gate.e_score_correction_bias": "gate.bias",
+        "mlp.experts.gate_up_proj": "mlp.experts.w13_weight",
+        "mlp.experts.down_proj": "mlp.experts.w2_weight",
+        "shared_experts.down_proj": "shared_experts.shared_w2_weight",
+        # For `joined`, which finds parts of names between dots.
+        "shared_experts.gate_proj": "shared_experts.gate_proj.",
+        "shared_experts.up_proj": "shared_experts.up_proj.",
+    },
+    joined={"shared_w13_weight": ("gate_proj", "up_proj")},
+    interleaved=("w13_weight",),
+)
+HY_4 = FAMILIES_2026["HYV4ForCausalLM"]
+NO_ROTATION = dict(
+    rope_type="llama3",
+    rope_theta=10000.0,
+    factor=1e9,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=1,
+)
+# The index of sparse attention, which sees all tokens, is in transformers' model only.
+INDEX = dict(n_heads=2, kv_heads=1, head_dim=64, budget=256, compress_ratio=4)
+QWEN_4 = Family(
+    SHARED
+    | LINEAR_ATTENTION
+    | dict(hc_count=2, hc_lowrank=16, output_gate_type="silu")
+    | {f"indexer_{name}": value for name, value in INDEX.items()},
+    {"dtype": "bfloat16"},
+    settings="Qwen4ExpTextConfig",
+    replaced={f"indexer_{name}": None for name in INDEX},
+    dropped=r"\.indexer\.",
+    median=0.03,
+    mean=0.1,
 )
 KIMI_LINEAR = FAMILIES_2026["KimiLinearForCausalLM"]
 
@@ -239,6 +300,34 @@ VLLM_2026: dict[str, Family] = {
             vision_config=TOWER,
         ),
     ),
+    "Qwen4ExpForCausalLM": QWEN_4,
+    "Qwen4ExpForConditionalGeneration": replace(
+        QWEN_4, settings="Qwen4ExpConfig", inside=TEXT, around=PATCHES
+    ),
+    # Without sparse attention and sinks, and with positions that rotate nothing: vLLM rotates pairs
+    # of other dimensions than transformers.
+    "HYV4ForCausalLM in vLLM": replace(
+        HY_4,
+        config=HY_4.config
+        | dict(
+            swiglu_limit=1.5,
+            learnable_sink_init=-1e9,
+            rope_parameters=NO_ROTATION,
+        ),
+        vllm=CPU_MLA,
+        untried=(),
+        cold_only=("vllm",),
+        published="HYV4ForCausalLM",
+        like="HYV4ForCausalLM",
+        replaced=HY_4.replaced | dict(layer_types=["full_attention"] * 2, learnable_sink=False),
+        dropped="indexer|learnable_sink",
+        renamed=HY_4.renamed
+        | {
+            ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",
+            ".hc_pre.hc_mlp_layer.": ".hc_mlp_layer.hc_pre.",
+            ".hc_pre.hc_head.": ".hc_head.",
+        },
+    ),
     # Only their MoE layers are compared.
     "ClefOmniForJointSchema": replace(
         MULTIMODAL["Qwen3OmniMoeForConditionalGeneration"],
@@ -247,6 +336,24 @@ VLLM_2026: dict[str, Family] = {
         untried=("vllm",),
         settings="Qwen3OmniMoeConfig",
         like="Qwen3OmniMoeForConditionalGeneration",
+    ),
+    "DeepseekV41ForCausalLM": replace(
+        DEEPSEEK_4,
+        config=DEEPSEEK_4.config | dict(mlp_layer_types=["moe", "moe"], swiglu_limit=1.5),
+        like="DeepseekV4ForCausalLM",
+        dropped="hc_head",
+        renamed={"model.": "", "embed_tokens.": "embed.", "lm_head.": "head."},
+        replaced=DEEPSEEK_4.replaced | dict(num_hash_layers=0, kv_source_layer_ids=[1]),
+        wrapped=dict(model_type="deepseek_v41", text_config=None, vision_config={}),
+        added={f"image_{part}": (128,) for part in ("start", "end", "newline")},
+    ),
+    "InklingForCausalLM": INKLING,
+    "InklingForConditionalGeneration": replace(
+        INKLING,
+        like="InklingForCausalLM",
+        wrapped=dict(
+            model_type="inkling_mm_model", text_config=None, vision_config={}, audio_config={}
+        ),
     ),
     "LongcatFlashNgramForCausalLM": replace(
         FAMILIES_2026["LongcatFlashForCausalLM"],

@@ -94,7 +94,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
         text = json.loads(file.read_text()) | {"architectures": [family.like or name]}
         around = {key: text if value is None else value for key, value in family.wrapped.items()}
         file.write_text(json.dumps(around | {"architectures": [published]}))
-    if family.dropped or family.transposed or family.renamed:
+    if family.dropped or family.transposed or family.renamed or family.added:
         file, kept = path / "model.safetensors", {}
         for key, tensor in load_file(file).items():
             if family.dropped and re.search(family.dropped, key):
@@ -107,8 +107,12 @@ def _as_published(name: str, family: Family, path: Path) -> None:
         for name, parts in family.joined.items():
             for first in [key for key in kept if f".{parts[0]}." in key]:
                 keys = [first.replace(f".{parts[0]}.", f".{part}.") for part in parts]
-                joined = torch.cat([kept.pop(key) for key in keys])
-                kept[first.replace(f".{parts[0]}.", f".{name}.")] = joined
+                joined = [kept.pop(key) for key in keys]
+                rows = max(joined[0].dim() - 2, 0)
+                key = first.replace(f".{parts[0]}.", f".{name}.").removesuffix(".")
+                kept[key] = torch.cat(joined, rows)
+        for key in [key for key in kept if key.endswith(family.interleaved)]:
+            kept[key] = torch.stack(kept[key].chunk(2, 1), 2).flatten(1, 2)
         kept |= {
             key: torch.zeros(shape, dtype=torch.bfloat16) for key, shape in family.added.items()
         }
@@ -178,6 +182,8 @@ class FamilyReference(Reference):
         pairs = [
             [getattr(module, name, None) for name in names]
             for module in self.model.modules()
+            # Shared experts that are stacked have their gate apart.
+            if not _stacked(getattr(module, "gate_proj", None))
             for names in (
                 ("gate_up_proj", "down_proj"),
                 ("input_linear", "output_linear"),

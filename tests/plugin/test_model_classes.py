@@ -106,6 +106,7 @@ VARIABLES = {
 # Steps of vllm_stand_ins.py or sglang_stand_ins.py, because the engine has them on GPUs only.
 STAND_INS = {
     ("vllm", "DeepseekV32ForCausalLM"): "sparse attention",
+    ("vllm", "Ernie4_5_VLMoeForConditionalGeneration"): "rotary embeddings",
     ("vllm", "GlmMoeDsaForCausalLM"): "sparse attention",
     ("vllm", "InternS1ProForConditionalGeneration"): "an attribute",
     ("vllm", "K2HorizonForCausalLM"): "routing",
@@ -113,18 +114,19 @@ STAND_INS = {
     ("vllm", "LongcatFlashForCausalLM"): "routing",
     ("vllm", "MiniMaxM2ForCausalLM"): "routing",
     **{("vllm", name): "experts without a gate" for name in FAMILIES if "NemotronH" in name},
+    ("vllm", "Qwen4ExpForCausalLM"): "residual streams",
+    ("vllm", "Qwen4ExpForConditionalGeneration"): "residual streams",
     ("vllm", "Step3p5ForCausalLM"): "routing",
+    ("vllm", "Step3p7ForConditionalGeneration"): "image encoder and routing",
     ("sglang", "DeepseekVL2ForCausalLM"): "image encoder",
     ("sglang", "Llama4ForConditionalGeneration"): "rotary embeddings",
     ("sglang", "MiniMaxM2ForCausalLM"): "norm of queries and keys",
     ("sglang", "MistralLarge3ForCausalLM"): "data type",
     ("sglang", "PixtralForConditionalGeneration"): "data type",
 }
-# On the tested list for its quantised models, see test_quantised_models.py; and a class that SGLang
-# loads wrongly, whose checkpoints its multimodal class serves.
+# A class that SGLang loads wrongly, whose checkpoints its multimodal class serves.
 TEXT_ONLY = "Llama4ForCausalLM"
 REFUSED = {
-    ("vllm", "GptOssForCausalLM"): "this model's experts have their own loading; kt-moe serves",
     ("sglang", TEXT_ONLY): "serve the text-only model with --json-model-override-args",
 }
 AS_MULTIMODAL = BFLOAT16 | overriding(architectures=["Llama4ForConditionalGeneration"])

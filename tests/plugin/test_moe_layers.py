@@ -81,6 +81,10 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "ClefOmniForJointSchema": Alone(
             arguments={"runner": "pooling", "limit_mm_per_prompt": NO_MEDIA}
         ),
+        # vLLM's kernels for the CPU have no limit in SwiGLU.
+        "DeepseekV41ForCausalLM": Alone(arguments={"limit_mm_per_prompt": NO_MEDIA}, hot=0),
+        "InklingForCausalLM": Alone(),
+        "InklingForConditionalGeneration": Alone(arguments={"limit_mm_per_prompt": NO_MEDIA}),
         "LongcatFlashNgramForCausalLM": Alone(),
         # vLLM's kernels for the CPU have no limit in SwiGLU, and no SituGLU.
         "Glm5NextForCausalLM": Alone(arguments=UNCACHED, hot=0),

@@ -158,7 +158,7 @@ def answers(
         {
             "name": "class",
             "kt": some,
-            "engine": {"hf_overrides": {"architectures": ["AXK1ForCausalLM"]}},
+            "engine": {"hf_overrides": {"architectures": ["DbrxForCausalLM"]}},
         },
         {"name": "chunks", "kt": some, "engine": CHUNKS, "before": [LONG[0]], "prompts": LONG},
         {
@@ -358,7 +358,7 @@ def test_deferral_changes_the_text_but_not_the_work(answers: Answers) -> None:
             "--kt-expert-lora-path: method FP8 keeps the checkpoint's quantised values",
         ),
         ("incomplete", f"StartError: kt: error: layer 3: vLLM {broken_checkpoint.LACKING}"),
-        ("class", "model class AXK1ForCausalLM was not tested with kt-moe"),
+        ("class", "model class DbrxForCausalLM was not tested with kt-moe"),
     ],
 )
 def test_refused_from_python(name: str, line: str, answers: Answers) -> None:

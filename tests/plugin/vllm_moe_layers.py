@@ -73,6 +73,12 @@ ATTENTION = {
         "BailingMoeV3KimiDeltaAttention",
         "BailingMoeV3MLAAttention",
     ),
+    "vllm.models.deepseek_v41.nvidia.model": ("DeepseekV4FlashMLAAttention",),
+    "vllm.models.inkling.nvidia.model": (
+        "InklingAttention",
+        "InklingConvState",
+        "InklingShortConv",
+    ),
     "vllm.models.glm5next.common.model": ("Glm5NextLinearAttention", "Glm5NextMLAAttention"),
     "vllm.models.kimi_k3.nvidia.model": (
         "KimiK3DeltaAttention",
@@ -98,10 +104,68 @@ def leave_attention_out() -> None:
     def without_attention(loader: Any, config: Any, model: torch.nn.Module) -> Iterator[Any]:
         left_out = any(isinstance(module, NoAttention) for module in model.modules())
         for name, weight in get_all_weights(loader, config, model):
-            if not (left_out and re.search(r"\.(self_attn|attention)\.", name)):
+            if not (left_out and re.search(r"\.(self_attn|attention|attn|\w+_sconv)\.", name)):
                 yield name, weight
 
     DefaultModelLoader.get_all_weights = without_attention
+
+
+def select(
+    logits: torch.Tensor,
+    total: int,
+    routed: int,
+    top_k: int,
+    shared: int,
+    bias: torch.Tensor | None,
+    scale: float,
+    global_scale: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inkling's router weights and experts [T, k + shared]: a softmax of log-sigmoids."""
+    logits = logits[:, :total]
+    scores = logits[:, :routed].sigmoid()
+    chosen = (scores if bias is None else scores + bias).topk(top_k).indices
+    active = torch.cat((logits.gather(1, chosen), logits[:, routed:]), 1)
+    weights = torch.nn.functional.logsigmoid(active).softmax(1) * scale
+    if global_scale is not None:
+        weights = weights * global_scale
+    sinks = torch.arange(routed, total).expand(len(chosen), -1)
+    return weights, torch.cat((chosen, sinks), 1).int()
+
+
+def sinks(
+    raw: torch.Tensor,
+    alphas: torch.Tensor,
+    gammas: torch.Tensor,
+    ratios: torch.Tensor,
+    count: int,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """SwiGLU of Inkling's shared experts, weighted, from products whose gates and ups alternate."""
+    gate, up = raw.unflatten(1, (count, -1, 2)).float().unbind(-1)
+    scale = alphas[:, None]
+    out = torch.nn.functional.silu(gate * scale) * up * scale * (gammas * ratios)[..., None]
+    return out.flatten(1).to(dtype)
+
+
+def biased_topk(
+    x: torch.Tensor, logits: torch.Tensor, bias: torch.Tensor, top_k: int, *given: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """DeepSeek-V4's router weights and experts [T, k]. given: the scale is next to last."""
+    scores = torch.nn.functional.softplus(logits.float()).sqrt()
+    chosen = (scores + bias).topk(top_k).indices
+    weights = scores.gather(1, chosen)
+    return weights / weights.sum(1, keepdim=True) * given[-2], chosen.int()
+
+
+def without_kernels() -> None:
+    """Routing that needs AVX-512, and steps of Inkling that vLLM has on GPUs only."""
+    from vllm.model_executor.layers.fused_moe.router import cpu_router
+    from vllm.models.inkling.nvidia import moe, ops
+
+    cpu_router.biased_topk_cpu = biased_topk
+    moe.inkling_gate_select = select
+    moe._linear_with_fp32_out = lambda x, weight: x.float() @ weight.float().T
+    ops.sink_silu_mul_epilogue = sinks
 
 
 def build_partly() -> None:
@@ -124,6 +188,7 @@ def main() -> None:
     import vllm_stand_ins  # noqa: F401
 
     leave_attention_out()
+    without_kernels()
     build_partly()
     from vllm.model_executor.models import registry
 

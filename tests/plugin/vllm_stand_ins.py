@@ -12,6 +12,7 @@ import functools
 from typing import Any
 
 import torch
+from transformers import Step3p7VisionConfig
 from vllm.model_executor.layers.fused_moe import config
 from vllm.model_executor.layers.fused_moe.router import (
     cpu_router,
@@ -19,7 +20,9 @@ from vllm.model_executor.layers.fused_moe.router import (
     zero_expert_router,
 )
 from vllm.model_executor.layers.mla import MLAModules
-from vllm.model_executor.models import deepseek_v2, interns1_pro
+from vllm.model_executor.layers.rotary_embedding.ernie45_vl_rope import Ernie4_5_VLRotaryEmbedding
+from vllm.model_executor.models import deepseek_v2, interns1_pro, step3p7
+from vllm.models.qwen4_exp.nvidia import hyperconnection
 from vllm.platforms import current_platform
 
 compute_routing = cpu_router.CPURouter._compute_routing
@@ -89,12 +92,69 @@ def dense(**given: Any) -> MLAModules:
     return MLAModules(**given | {"is_sparse": False})
 
 
+def gemma_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, groups: int) -> torch.Tensor:
+    """x [T, groups * H], each group normalised by itself."""
+    y = x.float().unflatten(-1, (groups, -1))
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
+    return (y.flatten(1) * (1 + weight.float())).to(x.dtype)
+
+
+def combine(
+    streams: torch.Tensor, added: torch.Tensor, logits: torch.Tensor | None, count: int
+) -> torch.Tensor:
+    """streams [T, count * H], and added [T, H] to each, scaled by logits [T, count]."""
+    more = added.float()[:, None]
+    if logits is not None:
+        more = more * (2 * torch.sigmoid(logits.float() / count))[..., None]
+    return (streams.float().unflatten(-1, (count, -1)) + more).flatten(1).to(streams.dtype)
+
+
+def combine_and_norm(
+    streams: torch.Tensor,
+    added: torch.Tensor,
+    logits: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    count: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out = combine(streams, added, logits, count)
+    return out, gemma_norm(out, weight, eps, count)
+
+
+def mix(x: torch.Tensor, gate: torch.Tensor, count: int) -> torch.Tensor:
+    """The mean [T, H] of streams x [T, count * H], gated."""
+    y = x.float() * torch.sigmoid(gate.float())
+    return y.unflatten(-1, (count, -1)).mean(1).to(x.dtype)
+
+
+def scaled_silu(x: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.nn.functional.silu(x.float() / count).to(x.dtype)
+
+
+class NoEncoder(torch.nn.Module):
+    """Of images, in a model that gets none."""
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        super().__init__()
+
+
 cpu_router.CPURouter._compute_routing = with_sigmoid
 fused_topk_bias_router.vllm_topk_softmax = biased_softmax
 zero_expert_router.zero_experts_compute_triton = identities
 config.FusedMoEConfig.__post_init__ = without_gate
 deepseek_v2.MLAModules = dense
 deepseek_v2.DeepseekV32IndexerCache.get_kv_cache_spec = lambda self, config: None
+# The function for the CPU that this class inherits passes one argument too many.
+Ernie4_5_VLRotaryEmbedding.forward_cpu = Ernie4_5_VLRotaryEmbedding.forward_native
+# transformers' configuration of Step-3.7's images has other names; no image is encoded.
+step3p7.PerceptionEncoder = NoEncoder
+Step3p7VisionConfig.width = property(lambda self: self.hidden_size)
+# Qwen4Exp's streams, for which vLLM has kernels of Triton.
+hyperconnection.grouped_gemma_rmsnorm = gemma_norm
+hyperconnection.hc_combine = combine
+hyperconnection.hc_combine_norm = combine_and_norm
+hyperconnection.hc_gate_mix = mix
+hyperconnection.hc_silu = scaled_silu
 # For each model, vLLM looks through all modules, and fails at some that models may have imported.
 current_platform.register_triton_kernel_overrides()
 type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)

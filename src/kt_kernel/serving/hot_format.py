@@ -18,7 +18,11 @@ _INTEGERS = (INT4_GROUP, INT4_ZERO)
 
 
 def decide_hot_format(
-    options: KTOptions, quantisation: str | None, device: str, checkpoint: Checkpoint | None
+    options: KTOptions,
+    quantisation: str | None,
+    device: str,
+    checkpoint: Checkpoint | None,
+    own_loading: bool = False,
 ) -> KTOptions:
     """The options with the format of hot experts: the one that was given, or the choice.
 
@@ -27,32 +31,47 @@ def decide_hot_format(
         quantisation: the engine's name of the served model's; None or "" for none.
         device: the engine's type of device, "cpu" or "cuda".
         checkpoint: the files of the experts, if kt-moe reads them.
+        own_loading: whether the engine's class writes experts to its tensors by itself, so that
+            kt-moe has to read them.
 
     Raises:
         OptionError: the given format does not fit the model, the method, the device or the files.
     """
     if options.hot_option is None:
         return options
-    decided = _decided(options, quantisation, device, checkpoint)
+    decided = _decided(options, quantisation, device, checkpoint, own_loading)
     # The engine delivers the hot experts of a 16-bit model if the files have no readable values.
-    if checkpoint is None or not quantisation or decided.hot_format == ENGINE:
+    if checkpoint is None or decided.hot_format == ENGINE:
+        return decided
+    if not quantisation and not own_loading:
         return decided
     if form := checkpoint.unconvertible:
-        own = quantisation in ENGINES_OWN and device != "cpu"
+        own = quantisation in ENGINES_OWN and device != "cpu" and not own_loading
+        model = f"a model quantised with {quantisation}" if quantisation else "this class of models"
         raise OptionError(
             f"{options.hot_option} with --kt-hot-format {options.hot_format}: the engine cannot "
-            f"deliver the hot experts of a model quantised with {quantisation}, and those in "
-            f"--kt-weight-path {options.weight_path} are stored as {form}, from which hot experts "
-            f"cannot be converted; accepted: {f'--kt-hot-format {ENGINE}, ' if own else ''}"
+            f"deliver the hot experts of {model}, and those in --kt-weight-path "
+            f"{options.weight_path} are stored as {form}, from which hot experts cannot be "
+            f"converted; accepted: {f'--kt-hot-format {ENGINE}, ' if own else ''}"
             "--kt-num-gpu-experts 0, or no --kt-weight-path"
         )
     return decided
 
 
 def _decided(
-    options: KTOptions, quantisation: str | None, device: str, checkpoint: Checkpoint | None
+    options: KTOptions,
+    quantisation: str | None,
+    device: str,
+    checkpoint: Checkpoint | None,
+    own_loading: bool,
 ) -> KTOptions:
-    given, own = options.hot_format, not quantisation or quantisation in ENGINES_OWN
+    given = options.hot_format
+    own = (not quantisation or quantisation in ENGINES_OWN) and not own_loading
+    if given == ENGINE and own_loading:
+        raise OptionError(
+            f"--kt-hot-format {ENGINE}: the engine loads the experts of this class of models in its "
+            f"own way, which leaves no place for cold ones; accepted: {AUTO}, {BF16}, {PACKED}"
+        )
     if given == ENGINE and not own:
         raise OptionError(
             f"--kt-hot-format {ENGINE}: the model is quantised with {quantisation}; the engine's "
@@ -62,14 +81,14 @@ def _decided(
     problem = _why_not_packed(options, device, checkpoint)
     if given == PACKED and problem:
         raise OptionError(f"--kt-hot-format {PACKED}: {problem}; accepted: {AUTO}, {BF16}")
-    if given == BF16 and not quantisation:
+    if given == BF16 and own and not quantisation:
         return replace(options, hot_format=ENGINE)  # which loads 16-bit weights
     if given != AUTO:
         return options
     if own and (device != "cpu" or not quantisation):
         return replace(options, hot_format=ENGINE)
-    # Packed rows of 8 bits save less, and must be asked for.
-    four_bits = get_method(options.method).format in _INTEGERS
+    # Packed rows of 8 bits save less, and must be asked for, as must fewer bits than the model has.
+    four_bits = quantisation and get_method(options.method).format in _INTEGERS
     return replace(options, hot_format=PACKED if four_bits and not problem else BF16)
 
 

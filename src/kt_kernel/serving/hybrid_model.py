@@ -17,11 +17,21 @@ from .hybrid import HybridLayer
 from .model_config import routed_model, size_of
 from .moving import refusal
 from .names_read_here import NamesReadHere
-from .option_table import AUTO
+from .option_table import AUTO, OptionError, find_option
 from .options import KTOptions
 from .placement import PlacementPlan, initial_placement, plan_placement
 from .recording import ModelRecording
 from .streaming_start import EngineSide, start_streaming
+
+# What concerns layers by their numbers.
+_BY_NUMBER = (
+    "weight_path",
+    "expert_stats",
+    "gpu_experts_mask",
+    "expert_lora_path",
+    "record_kt_gpu_expert_distribution",
+    "record_kt_expert_routes",
+)
 
 
 class HybridModel:
@@ -64,7 +74,9 @@ class HybridModel:
         return initial_placement(options, num_experts, layer_idx)
 
     def add_layer(self, **shape: Any) -> HybridLayer:
-        """Creates the next layer; the keywords are those of HybridLayer."""
+        """Creates the next layer; the keywords are those of HybridLayer. Raises OptionError for a
+        second layer of the same number with an option that cannot tell them apart."""
+        self._refuse_same_number(shape["layer_idx"])
         change = None if self._adapter is None else self._adapter.layers.get(shape["layer_idx"])
         with self._scope:
             layer = HybridLayer(
@@ -79,6 +91,15 @@ class HybridModel:
             layer.record_to(self.recording.add_layer(layer.layer_idx))
         self.layers.append(layer)
         return layer
+
+    def _refuse_same_number(self, number: int) -> None:
+        """Ernie 4.5 VL has experts for text and others for images in each layer."""
+        given = [find_option(name).flag for name in _BY_NUMBER if getattr(self.options, name)]
+        if given and any(layer.layer_idx == number for layer in self.layers):
+            raise OptionError(
+                f"{given[0]}: layer {number} of the model has several sets of experts, as for text "
+                f"and for images, which this option cannot tell apart; remove {given[0]}"
+            )
 
     @property
     def names_read_here(self) -> NamesReadHere:

@@ -38,8 +38,12 @@ _ON_INPUT = ("llama4_text",)
 def num_experts(config: Any) -> int:
     """Routed experts per layer; OptionError if the configuration has no such number."""
     for name in NUMBERS_OF_EXPERTS:
-        if count := size_of(config, name):
-            return count
+        counts = getattr(config, name, None)
+        # Ernie 4.5 VL has the numbers of experts for text and for images, which its code compares.
+        if isinstance(counts, list) and len({*map(str, counts)}) == 1:
+            counts = counts[0]
+        if isinstance(counts, int) and counts > 0:
+            return counts
     classes = getattr(config, "architectures", None)
     if not isinstance(classes, list) or not classes:
         classes = [str(getattr(config, "model_type", None) or type(config).__name__)]

@@ -65,6 +65,8 @@ class ServedModel:
         start: what decides whether hot experts that `kt tune` saved fit; None: unknown.
         whole: a multimodal model's configuration, of which the language model's is a part; None: it
             is no part.
+        own_loading: whether the engine's class writes experts to its tensors by itself, so that
+            kt-moe has to read all of them.
     """
 
     path: str
@@ -77,6 +79,7 @@ class ServedModel:
     fixed_results: bool = False
     start: Start | None = None
     whole: Any = None
+    own_loading: bool = False
 
 
 def prepare(
@@ -90,8 +93,8 @@ def prepare(
     the model and the given ones, they are left out.
 
     Without a weight path, the cold experts of a quantised model are read from the served model's
-    files, because our readers cannot use the single tensors that engines deliver. Only file headers
-    are read. A repository that is not in the cache is downloaded after everything else was checked.
+    files, because our readers cannot use the single tensors that engines deliver. So are all
+    experts of a class that the engine loads in its own way. Only file headers are read. A repository that is not in the cache is downloaded after everything else was checked.
 
     Args:
         config: the language model's configuration. It must have the number of experts. If it has
@@ -119,7 +122,9 @@ def _checked(
 ) -> KTOptions:
     """See `prepare`."""
     options, checkpoint, sizes = _with_weights(options, config, served)
-    options = decide_hot_format(options, served.quantisation, served.device, checkpoint)
+    options = decide_hot_format(
+        options, served.quantisation, served.device, checkpoint, served.own_loading
+    )
     options = with_ratio(options, config, checkpoint, served.ranks, served.value_bytes)
     options = decide_moving(
         options,
@@ -144,15 +149,16 @@ def _with_weights(
     if options.expert_lora_path is not None:
         options = _with_adapter(options, config, served)
     given = options.weight_path
-    if given is None and not served.quantisation:
+    if given is None and not served.quantisation and not served.own_loading:
         return _prepared(options, config, QUANTISE), None, {}
     place = f"--kt-weight-path {given}"
     if given is None:
-        place = f"served model {served.path}, quantised with {served.quantisation}"
+        place = f"served model {served.path}"
+        place += f", quantised with {served.quantisation}" if served.quantisation else ""
     with _naming(place):
         path = _local(given or served.path, served)
         checkpoint = open_checkpoint(path)
-        if given is None:
+        if given is None and served.quantisation:
             _refuse_quantising_engine(checkpoint)
         # The model's own layers may be followed by layers that predict several tokens.
         count = size_of(config, "num_hidden_layers")

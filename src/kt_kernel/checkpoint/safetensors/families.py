@@ -191,6 +191,7 @@ FAMILIES: dict[str, Family] = {
     "hy_v3": _MLP,
     "hy_v4": _MLP,
     "inkling_mm_model": _INKLING,
+    "inkling_model": _INKLING,
     "inkling_text": _INKLING,
     "jamba": _FEED_FORWARD,
     "kimi_k2": _MLP,
