@@ -22,16 +22,14 @@ from family_settings import (
     Family,
 )
 
+SHARED_FAMILIES = {**FAMILIES_2026, **MULTIMODAL, **ALIKE, **VLLM_2026}
 # Of some classes, the tiny models of the engines differ.
 IN_SGLANG = {
-    f"{name} in SGLang" if name in VLLM_2026 else name: replace(family, published=name)
+    f"{name} in SGLang" if name in SHARED_FAMILIES else name: replace(family, published=name)
     for name, family in (WRAPPED | LAYERS_ALONE).items()
 }
 FAMILIES = {
-    **FAMILIES_2026,
-    **MULTIMODAL,
-    **ALIKE,
-    **VLLM_2026,
+    **SHARED_FAMILIES,
     **IN_SGLANG,
     "DeepseekV2ForCausalLM": Family(
         MLA
@@ -66,7 +64,12 @@ FAMILIES = {
         replaced=dict(is_moe_layer=[False, True]),
     ),
     "Glm4MoeForCausalLM": Family(GROUPS | dict(head_dim=32), {}, {}),
-    "GptOssForCausalLM": Family(dict(layer_types=["sliding_attention", "full_attention"]), {}),
+    "GptOssForCausalLM": Family(
+        dict(layer_types=["sliding_attention", "full_attention"]),
+        {},
+        TRITON | overriding(dtype=None),
+        cold_only=("sglang",),
+    ),
     "GraniteMoeForCausalLM": Family({}, {}, {}),
     "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}, {}),
     "Llama4ForCausalLM": Family(

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from families_2026 import FAMILIES_2026
 from families_alike import BIASED, LING, LING_NAMES, SCALED_ROPE
-from families_multimodal import TOWER
+from families_multimodal import PATCHES, TEXT, TOWER
+from families_vllm_2026 import VLLM_2026
 from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, MLA, SHARED, Family
 
 NO_ATTENTION = r"self_attn|linear_attn"
@@ -72,9 +73,57 @@ QWEN_TOWER: dict[str, tuple[int, ...]] = {
     "linear_proj.0": (128, 128),
     "linear_proj.2": (128, 128),
 }
+INTERN_S1_PRO = VLLM_2026["InternS1ProForConditionalGeneration"]
+INDEXED = dict(
+    indexer_n_heads=4,
+    indexer_kv_heads=1,
+    indexer_head_dim=128,
+    indexer_budget=2048,
+    indexer_compress_ratio=4,
+)
 GROUP = dict(n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
 
 LAYERS_ALONE: dict[str, Family] = {
+    "Qwen4ExpForConditionalGeneration": Family(
+        SHARED
+        | LINEAR_ATTENTION
+        | INDEXED
+        | dict(layer_types=["linear_attention", "indexed_attention"], hc_count=2, hc_lowrank=32),
+        untried=("sglang",),
+        like="Qwen4ExpForConditionalGeneration",
+        inside=TEXT,
+        around=PATCHES,
+    ),
+    "LongcatFlashForCausalLM": replace(
+        FAMILIES_2026["LongcatFlashForCausalLM"],
+        vllm=None,
+        like="LongcatFlashForCausalLM",
+        replaced=FAMILIES_2026["LongcatFlashForCausalLM"].replaced
+        | dict(rope_parameters=None, rope_theta=10000.0, rope_scaling=YARN),
+    ),
+    "Glm5NextForConditionalGeneration": replace(
+        VLLM_2026["Glm5NextForConditionalGeneration"],
+        like="Glm5NextForConditionalGeneration",
+        untried=("sglang",),
+        replaced=VLLM_2026["Glm5NextForConditionalGeneration"].replaced
+        | dict(index_kpool_compress=True, first_k_dense_replace=1, moe_layer_freq=1),
+    ),
+    "InternS1ProForConditionalGeneration": replace(
+        INTERN_S1_PRO,
+        # It reads this angle from elsewhere, and falls back to a fixed one.
+        config=INTERN_S1_PRO.config
+        | dict(rope_parameters=INTERN_S1_PRO.config["rope_parameters"] | dict(rope_theta=1e6)),
+        vllm=None,
+        sglang={},
+        like="InternS1ProForConditionalGeneration",
+        parted="experts",
+    ),
+    "KimiK3LinearForCausalLM": replace(
+        VLLM_2026["KimiK3ForConditionalGeneration"],
+        like="KimiK3ForConditionalGeneration",
+        renamed={"block_sparse_moe.": "mlp."},
+        wrapped={},
+    ),
     "BailingMoeV2_5ForCausalLM": LING_2_5,
     "BailingMoeV3ForCausalLM": replace(
         LING_2_5,

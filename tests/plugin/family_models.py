@@ -94,7 +94,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
         text = json.loads(file.read_text()) | {"architectures": [family.like or name]}
         around = {key: text if value is None else value for key, value in family.wrapped.items()}
         file.write_text(json.dumps(around | {"architectures": [published]}))
-    if family.dropped or family.transposed or family.renamed or family.added:
+    if family.dropped or family.transposed or family.renamed or family.added or family.parted:
         file, kept = path / "model.safetensors", {}
         for key, tensor in load_file(file).items():
             if family.dropped and re.search(family.dropped, key):
@@ -121,7 +121,7 @@ def _as_published(name: str, family: Family, path: Path) -> None:
 
 def _parted(key: str, tensor: torch.Tensor, into: str) -> dict[str, torch.Tensor]:
     """gate_up [(E,) 2 I, H] as gate and up, and stacks into single "experts", if wanted."""
-    if into == "experts" and tensor.dim() == 3:
+    if into == "experts" and "experts." in key and tensor.dim() == 3:
         module, _, matrix = key.rpartition(".")
         single = ((f"{module}.{i}.{matrix}.weight", one) for i, one in enumerate(tensor))
         return {k: v for key, one in single for k, v in _parted(key, one, into).items()}

@@ -7,6 +7,7 @@ are written in torch. MoE layers are untouched.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import sglang.srt.utils as utils
@@ -15,8 +16,10 @@ import triton.runtime.autotuner as autotuner
 from sglang.kernels.ops.mamba import causal_conv1d_triton
 from sglang.srt.arg_groups.model_override_base import MODEL_OVERRIDES
 from sglang.srt.layers.attention.mamba import mamba
+from sglang.srt.layers.rotary_embedding.rope_variant import FourierRotaryEmbedding
 from sglang.srt.models import (  # noqa: F401
     deepseek_vl2,
+    interns1pro,
     llama4,
     minimax_m2,
     qwen3_next,
@@ -77,3 +80,19 @@ for name in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration"):
     del MODEL_OVERRIDES[name]
 # An encoder of images from a package that is not installed, of 400 million parameters.
 deepseek_vl2.DeepseekVL2ForCausalLM._init_vision_module = lambda *given: torch.nn.Identity()
+
+
+def changed(init: Callable[..., None], change: Callable[[dict], None]) -> Callable[..., None]:
+    """The __init__ of a class, whose keywords are changed first."""
+
+    def changed_init(self: torch.nn.Module, *given: object, **more: object) -> None:
+        change(more)
+        init(self, *given, **more)
+
+    return changed_init
+
+
+# Its layers take no start_layer, which the class that builds them passes.
+layer = interns1pro.InternS1ProTextDecoderLayer
+layer.__init__ = changed(layer.__init__, lambda given: given.pop("start_layer"))
+FourierRotaryEmbedding.__init__.__kwdefaults__["device"] = "cpu"

@@ -119,6 +119,8 @@ STAND_INS = {
     ("vllm", "Step3p5ForCausalLM"): "routing",
     ("vllm", "Step3p7ForConditionalGeneration"): "image encoder and routing",
     ("sglang", "DeepseekVL2ForCausalLM"): "image encoder",
+    ("sglang", "GptOssForCausalLM"): "data type",
+    ("sglang", "InternS1ProForConditionalGeneration in SGLang"): "rotary embeddings",
     ("sglang", "Llama4ForConditionalGeneration"): "rotary embeddings",
     ("sglang", "MiniMaxM2ForCausalLM"): "norm of queries and keys",
     ("sglang", "MistralLarge3ForCausalLM"): "data type",
