@@ -21,6 +21,9 @@ _DENSE_LLAMA = (
     "queries and keys in another order; serve the text-only model with "
     """--json-model-override-args '{"architectures": ["Llama4ForConditionalGeneration"]}'"""
 )
+# Classes whose loaders deliver the experts of 16-bit checkpoints in stacks. kt-moe reads all experts
+# of these.
+_OWN_LOADING = frozenset(("GptOssForCausalLM",))
 # Model classes whose experts SGLang computes apart from their layers if there are several ranks.
 _ONE_RANK = ("BeamForCausalLM",)
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
@@ -94,6 +97,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         arguments.enable_deterministic_inference,
         _start(arguments, model_config),
         model_config.hf_config,
+        own_loading=not _OWN_LOADING.isdisjoint(classes),
     )
     return prepare(options, model_config.hf_text_config, served, _logger)
 

@@ -68,7 +68,6 @@ FAMILIES = {
         dict(layer_types=["sliding_attention", "full_attention"]),
         {},
         TRITON | overriding(dtype=None),
-        cold_only=("sglang",),
     ),
     "GraniteMoeForCausalLM": Family({}, {}, {}),
     "GraniteMoeSharedForCausalLM": Family(dict(shared_intermediate_size=64), {}, {}),
