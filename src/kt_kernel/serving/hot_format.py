@@ -69,8 +69,8 @@ def _decided(
     own = (not quantisation or quantisation in ENGINES_OWN) and not own_loading
     if given == ENGINE and own_loading:
         raise OptionError(
-            f"--kt-hot-format {ENGINE}: the engine loads the experts of this class of models in its "
-            f"own way, which leaves no place for cold ones; accepted: {AUTO}, {BF16}, {PACKED}"
+            f"--kt-hot-format {ENGINE}: the engine loads the experts of this class in its own way, "
+            f"which leaves no place for cold ones; accepted: {AUTO}, {BF16}, {PACKED}"
         )
     if given == ENGINE and not own:
         raise OptionError(

@@ -94,7 +94,8 @@ def prepare(
 
     Without a weight path, the cold experts of a quantised model are read from the served model's
     files, because our readers cannot use the single tensors that engines deliver. So are all
-    experts of a class that the engine loads in its own way. Only file headers are read. A repository that is not in the cache is downloaded after everything else was checked.
+    experts of a class that the engine loads in its own way. Only file headers are read. A
+    repository that is not in the cache is downloaded after everything else was checked.
 
     Args:
         config: the language model's configuration. It must have the number of experts. If it has
