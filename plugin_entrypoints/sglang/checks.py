@@ -21,8 +21,8 @@ _DENSE_LLAMA = (
     "queries and keys in another order; serve the text-only model with "
     """--json-model-override-args '{"architectures": ["Llama4ForConditionalGeneration"]}'"""
 )
-# Classes whose loaders deliver the experts of 16-bit checkpoints in stacks. kt-moe reads all experts
-# of these.
+# Classes whose loaders deliver the experts of 16-bit checkpoints in stacks. kt-moe reads all of
+# these.
 _OWN_LOADING = frozenset(("GptOssForCausalLM",))
 # Model classes whose experts SGLang computes apart from their layers if there are several ranks.
 _ONE_RANK = ("BeamForCausalLM",)

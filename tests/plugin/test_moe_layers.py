@@ -39,8 +39,8 @@ class Alone:
     """usual: whether the usual tests run it. arguments: of the engine. changed: settings of the
     model. hot: experts; none where the engine's kernels for the CPU cannot compute any. written:
     settings in config.json alone, for parts that are not computed. near: how far a token's output
-    may be from the reference's, relative to it; rounding inputs to bfloat16 gives up to 0.002. stock: whether the stock engine
-    computes the layers on the CPU."""
+    may be from the reference's, relative to it; rounding inputs to bfloat16 gives up to 0.002.
+    stock: whether the stock engine computes the layers on the CPU."""
 
     usual: bool = False
     arguments: dict[str, Any] = field(default_factory=dict)
