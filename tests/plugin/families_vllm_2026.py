@@ -279,6 +279,12 @@ VLLM_2026: dict[str, Family] = {
     "NemotronH_Nano_Omni_Reasoning_V3": NEMOTRON_OMNI,
     "NemotronH_Omni_Reasoning_V3": NEMOTRON_OMNI,
     "NemotronH_Super_Omni_Reasoning_V3": NEMOTRON_OMNI,
+    "OpenPanguVLForConditionalGeneration": replace(
+        ALIKE["PanguProMoEV2ForCausalLM"],
+        vllm={"limit_mm_per_prompt": NO_MEDIA},
+        replaced=ALIKE["PanguProMoEV2ForCausalLM"].replaced
+        | dict(vision_config=TOWER | dict(out_hidden_size=128)),
+    ),
     # Their published models have no experts; their code builds them if the configuration has some.
     "PanguEmbeddedForCausalLM": ALIKE["PanguProMoEV2ForCausalLM"],
     "Qwen3_5ForCausalLM": replace(
@@ -346,6 +352,19 @@ VLLM_2026: dict[str, Family] = {
         replaced=DEEPSEEK_4.replaced | dict(num_hash_layers=0, kv_source_layer_ids=[1]),
         wrapped=dict(model_type="deepseek_v41", text_config=None, vision_config={}),
         added={f"image_{part}": (128,) for part in ("start", "end", "newline")},
+    ),
+    "Dots3NoteForCausalLM": Family(
+        MLA | ONE_GROUP | dict(first_k_dense_replace=1),
+        untried=("vllm",),
+        like="DeepseekV3ForCausalLM",
+        replaced=dict(
+            model_type="dots3_note",
+            topk_method="noaux_tc",
+            scoring_func="sigmoid",
+            moe_layer_freq=1,
+            layer_types=["full_attention", "sliding_attention"],
+            index_topk=16,
+        ),
     ),
     "InklingForCausalLM": INKLING,
     "InklingForConditionalGeneration": replace(

@@ -114,6 +114,7 @@ STAND_INS = {
     ("vllm", "LongcatFlashForCausalLM"): "routing",
     ("vllm", "MiniMaxM2ForCausalLM"): "routing",
     **{("vllm", name): "experts without a gate" for name in FAMILIES if "NemotronH" in name},
+    ("vllm", "OpenPanguVLForConditionalGeneration"): "image encoder",
     ("vllm", "Qwen4ExpForCausalLM"): "residual streams",
     ("vllm", "Qwen4ExpForConditionalGeneration"): "residual streams",
     ("vllm", "Step3p5ForCausalLM"): "routing",

@@ -9,6 +9,7 @@ replaced where it chooses all tokens. Other attention is untouched.
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,12 +22,13 @@ from vllm.model_executor.layers.fused_moe.router import (
 )
 from vllm.model_executor.layers.mla import MLAModules
 from vllm.model_executor.layers.rotary_embedding.ernie45_vl_rope import Ernie4_5_VLRotaryEmbedding
-from vllm.model_executor.models import deepseek_v2, interns1_pro, step3p7
+from vllm.model_executor.models import deepseek_v2, interns1_pro, openpangu_vl, step3p7
 from vllm.models.qwen4_exp.nvidia import hyperconnection
 from vllm.platforms import current_platform
 
 compute_routing = cpu_router.CPURouter._compute_routing
 post_init = config.FusedMoEConfig.__post_init__
+build_pangu = openpangu_vl.OpenPanguVLForConditionalGeneration.__init__
 
 
 @functools.wraps(compute_routing)
@@ -138,6 +140,14 @@ class NoEncoder(torch.nn.Module):
         super().__init__()
 
 
+@functools.wraps(build_pangu)
+def with_images_described(self: Any, *, vllm_config: Any, prefix: str = "") -> None:
+    """Its configuration's class is code of a repository, without which a part is a dictionary."""
+    config = vllm_config.model_config.hf_config
+    config.vision_config = SimpleNamespace(**config.vision_config)
+    build_pangu(self, vllm_config=vllm_config, prefix=prefix)
+
+
 cpu_router.CPURouter._compute_routing = with_sigmoid
 fused_topk_bias_router.vllm_topk_softmax = biased_softmax
 zero_expert_router.zero_experts_compute_triton = identities
@@ -146,6 +156,10 @@ deepseek_v2.MLAModules = dense
 deepseek_v2.DeepseekV32IndexerCache.get_kv_cache_spec = lambda self, config: None
 # The function for the CPU that this class inherits passes one argument too many.
 Ernie4_5_VLRotaryEmbedding.forward_cpu = Ernie4_5_VLRotaryEmbedding.forward_native
+# Pangu-VL's encoder needs FlashAttention.
+openpangu_vl.OpenPanguVisionTransformer = NoEncoder
+openpangu_vl.OpenPanguVLForConditionalGeneration.__init__ = with_images_described
+openpangu_vl.OpenPanguVLForConditionalGeneration._parse_preprocess_params = lambda *given: None
 # transformers' configuration of Step-3.7's images has other names; no image is encoded.
 step3p7.PerceptionEncoder = NoEncoder
 Step3p7VisionConfig.width = property(lambda self: self.hidden_size)
