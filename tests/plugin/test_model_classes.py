@@ -46,6 +46,7 @@ USUAL = (
     "Gemma4ForCausalLM",
     "Glm4MoeForCausalLM",
     "GlmMoeDsaForCausalLM",
+    "GptOssForCausalLM",
     "GraniteMoeForCausalLM",
     "HYV3ForCausalLM",
     "InternS1ProForConditionalGeneration",

@@ -88,7 +88,7 @@ CLASSES: dict[str, dict[str, Alone]] = {
         # vLLM's kernels for the CPU have no limit in SwiGLU.
         "DeepseekV41ForCausalLM": Alone(arguments={"limit_mm_per_prompt": NO_MEDIA}, hot=0),
         "Dots3NoteForCausalLM": Alone(arguments={"limit_mm_per_prompt": NO_MEDIA}),
-        "InklingForCausalLM": Alone(),
+        "InklingForCausalLM": Alone(True),
         "InklingForConditionalGeneration": Alone(arguments={"limit_mm_per_prompt": NO_MEDIA}),
         "LongcatFlashNgramForCausalLM": Alone(),
         # vLLM's kernels for the CPU have no limit in SwiGLU, and no SituGLU.
