@@ -17,6 +17,7 @@ import pytest
 from huggingface_hub import constants
 
 import kt_kernel
+from kt_kernel.runtime.text import shown_size
 from kt_kernel.serving.class_check import read_config
 from kt_kernel.serving.hub import choose_adapter, local_path
 from kt_kernel.serving.repository import Repository
@@ -194,7 +195,7 @@ def test_another_hub(variable: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 
 # ---- a hub
 
-REPOSITORIES = {
+REPOSITORIES: dict[str, dict[str, Any]] = {
     "org/shards": SHARDS | {"original/big.safetensors": "no", "weights.bin": "no"},
     "org/single": {"model.safetensors": "one", "config.json": "{}", "original/a.bin": "no"},
     "org/gguf": QUANTISATIONS,
@@ -255,9 +256,15 @@ class Hub(BaseHTTPRequestHandler):
         if kind == "resolve":
             path = "/".join(inside)
             if self.command == "GET":
-                self.asked.append(f"{name}/{path}")
-            digest = hashlib.sha256(files[path].encode()).hexdigest()
-            return self._answer(200, files[path].encode(), X_Repo_Commit=COMMIT, ETag=f'"{digest}"')
+                part = self.headers["Range"]
+                self.asked.append(f"{name}/{path}" + (f" {part}" if part else ""))
+            content = files[path] if isinstance(files[path], bytes) else files[path].encode()
+            digest = hashlib.sha256(content).hexdigest()
+            headers = {"X_Repo_Commit": COMMIT, "ETag": f'"{digest}"'}
+            if wanted := self.headers["Range"]:
+                first, last = map(int, wanted.removeprefix("bytes=").split("-"))
+                return self._answer(206, content[first : last + 1], **headers)
+            return self._answer(200, content, **headers)
         found: Any = {"id": name, "sha": COMMIT, "siblings": [{"rfilename": f} for f in files]}
         if kind == "tree":
             found = [
@@ -281,12 +288,16 @@ def hub() -> Iterator[str]:
     server.server_close()
 
 
-def ask(home: Path, hub: str, *texts: str) -> dict[str, str]:
+def ask(home: Path, hub: str, *texts: str, program: str = ASK) -> dict[str, Any]:
     """What a process with that hub and that cache finds."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     env = kept | {"HF_ENDPOINT": hub, "HF_HOME": str(home), "no_proxy": "127.0.0.1"}
     done = subprocess.run(
-        [sys.executable, "-c", ASK, *texts], capture_output=True, text=True, env=env, timeout=300
+        [sys.executable, "-c", program, *texts],
+        capture_output=True,
+        text=True,
+        env=env,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -334,3 +345,46 @@ def test_a_hub_that_cannot_be_asked(tmp_path: Path) -> None:
     answers = ask(tmp_path, "http://127.0.0.1:1", "org/name", "org/other")
     assert answers["org/name"] == str(path)
     assert "not in the cache" in answers["org/other"] and "\n" not in answers["org/other"]
+
+
+TUNE = """
+import json, sys
+from dataclasses import asdict
+from pathlib import Path
+from kt_kernel.serving.class_check import from_hub
+from kt_kernel.tuning import run
+from kt_kernel.tuning.plan import find_model
+
+def about(model):
+    found = find_model(model)
+    shape = asdict(found.shape)
+    shape.pop("name")
+    return found, str([shape, found.method, found.quantisation, str(found.form(found.method))])
+
+local, (found, said) = about(sys.argv[1])[1], about(sys.argv[2])
+answers = {"same": local == said, "absent": found.absent, "path": found.path, "said": []}
+run._download(found, answers["said"].append)
+again, said = about(sys.argv[2])
+answers |= {"then": local == said, "absent then": again.absent, "path then": again.path}
+print(json.dumps(answers))
+"""
+
+
+def test_tuning_takes_headers(tmp_path: Path, hub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`kt tune` knows as much of them as of the whole files, which it downloads for its check."""
+    demo = Path(kt_kernel.__file__).parent / "demo_model"
+    files = {name: (demo / name).read_bytes() for name in ("config.json", "model.safetensors")}
+    monkeypatch.setitem(REPOSITORIES, "org/demo", files)
+    Hub.asked.clear()
+    answers = ask(tmp_path, hub, str(demo), "org/demo", program=TUNE)
+    assert answers["same"] and answers["then"]
+    length = len(files["model.safetensors"])
+    assert 0.99 * length < answers["absent"] < length and answers["absent then"] == 0
+    size = shown_size(answers["absent"])
+    assert answers["said"] == [
+        f"downloading the weights of org/demo for the check, {size}; --no-check avoids it"
+    ]
+    assert not Path(answers["path"]).exists() and "snapshots" in answers["path then"]
+    first, *middle, last = [one for one in Hub.asked if "model.safetensors" in one]
+    assert first == "org/demo/model.safetensors bytes=0-100000" and last == first.split()[0]
+    assert all("bytes=8-" in one for one in middle)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ..runtime.files import need_file, parse_object
 from ..runtime.nested import text_path
-from .hub import Choose, local_path
+from .hub import Choose, Take, local_path, take_all
 from .repository import Repository
 from .server_process import process_group
 from .small_model import (
@@ -102,7 +102,7 @@ def read_config(model: str) -> dict[str, Any]:
     return parse_object(file.read_bytes(), f"{file}: ")
 
 
-def from_hub(model: str, choose: Choose | None = None) -> str:
+def from_hub(model: str, choose: Choose | None = None, take: Take = take_all) -> str:
     """`local_path` of a repository by its name.
 
     Raises ValueError naming the model if there is none.
@@ -111,7 +111,7 @@ def from_hub(model: str, choose: Choose | None = None) -> str:
     if repository is None:
         raise ValueError(f"{model}: no such folder, and not a repository name (org/name)")
     try:
-        return local_path(repository, None, choose)
+        return local_path(repository, None, choose, take)
     except ValueError as error:
         raise ValueError(f"{model}: {error}") from error
 

@@ -36,16 +36,28 @@ _logger = logging.getLogger(__name__)
 #: Selects the files that are needed: (repository, its files, words for where they are) -> files.
 #: Raises ValueError if they are not there.
 Choose = Callable[[Repository, Sequence[str], str], list[str]]
+#: Takes the selected files from the hub: (what its library needs to know, files) -> their folder.
+Take = Callable[[dict[str, Any], Sequence[str]], str]
+
+
+def take_all(where: dict[str, Any], wanted: Sequence[str]) -> str:
+    """Downloads the files that are not in the cache, and all JSON files."""
+    folder: str = snapshot_download(**where, allow_patterns=[*wanted, "*.json"])
+    return folder
 
 
 def local_path(
-    repository: Repository, cache_dir: str | None = None, choose: Choose | None = None
+    repository: Repository,
+    cache_dir: str | None = None,
+    choose: Choose | None = None,
+    take: Take = take_all,
 ) -> str:
     """The path of a repository, or of the file or folder named in it, in the hub's cache.
 
     Args:
         choose: `choose_checkpoint` (default) or `choose_adapter`.
         cache_dir: None: the hub's own, which HF_HOME and HF_HUB_CACHE set.
+        take: not called without a hub.
 
     Raises:
         ValueError: it is not in the cache and cannot be downloaded, or its name is ambiguous. One
@@ -59,9 +71,9 @@ def local_path(
             )
     cache = cache_dir or constants.HF_HUB_CACHE
     where = {"repo_id": repository.name, "revision": repository.revision, "cache_dir": cache}
-    find = _cached if constants.HF_HUB_OFFLINE else _downloaded
+    chosen = repository, where, choose or choose_checkpoint
     try:
-        folder = find(repository, where, choose or choose_checkpoint)
+        folder = _cached(*chosen) if constants.HF_HUB_OFFLINE else _downloaded(*chosen, take)
     except ValueError:
         raise
     except Exception as error:  # the HTTP library's, too, which differs between versions of the hub
@@ -81,7 +93,7 @@ def _cached(repository: Repository, where: dict[str, Any], choose: Choose) -> st
     return folder
 
 
-def _downloaded(repository: Repository, where: dict[str, Any], choose: Choose) -> str:
+def _downloaded(repository: Repository, where: dict[str, Any], choose: Choose, take: Take) -> str:
     """The same, after downloading the files that are needed. If the hub is unreachable, only the
     cache is used."""
     try:
@@ -107,7 +119,7 @@ def _downloaded(repository: Repository, where: dict[str, Any], choose: Choose) -
         wanted = [
             os.path.join(inside, os.path.relpath(file, folder)) for file in listed_files(index)
         ]
-    return snapshot_download(**where, allow_patterns=[*wanted, "*.json"])
+    return take(where, wanted)
 
 
 def choose_adapter(repository: Repository, files: Sequence[str], place: str) -> list[str]:

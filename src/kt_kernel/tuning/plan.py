@@ -19,6 +19,7 @@ from ..runtime.text import shown_size
 from ..serving.budget import hot_expert_bytes
 from ..serving.class_check import from_hub, read_config
 from ..serving.hot_format import decide_hot_format
+from ..serving.hub_headers import HeadersOnly
 from ..serving.model_config import routed_model, size_of
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
@@ -46,8 +47,9 @@ class Tuned:
     Attributes:
         path: local folder, or as given if the weights are not there.
         config: see `shape.as_config`.
-        checkpoint: None if the weights are not there.
+        checkpoint: of a repository that is not in the cache, its headers; None if there are none.
         method: the one that `auto` selects.
+        absent: bytes of weights that must be downloaded before the model is served.
     """
 
     model: str
@@ -57,6 +59,7 @@ class Tuned:
     checkpoint: Checkpoint | None
     method: str
     quantisation: str
+    absent: int = 0
 
     def form(self, method: str) -> LayerForm:
         """How experts are packed in a method.
@@ -79,7 +82,8 @@ class Tuned:
 
 
 def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
-    """The model by a folder or a repository. changes: of its configuration, by the user.
+    """The model by a folder or a repository, of which no more than its headers is downloaded.
+    changes: of its configuration, by the user.
 
     Raises:
         ValueError, OSError: there is none, or it has no experts.
@@ -90,7 +94,8 @@ def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
         )
     content = read_config(model)
     config = as_config(content, changes)
-    path, checkpoint = model if Path(model).exists() else from_hub(model), None
+    headers, checkpoint = HeadersOnly(), None
+    path = model if Path(model).exists() else from_hub(model, take=headers)
     if Path(path).is_dir():
         try:
             checkpoint = open_checkpoint(path)
@@ -112,6 +117,7 @@ def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
         checkpoint,
         choice.method,
         quantisation_of(config),
+        headers.absent,
     )
 
 

@@ -15,7 +15,9 @@ from ..runtime.gpu import gpu_memory
 from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
 from ..runtime.text import shown_size
+from ..serving.class_check import from_hub
 from ..serving.option_table import OptionError
+from ..serving.server_process import ServerFailed
 from ..serving.tuned import ENGINES_PART, Need
 from .apart import Apart
 from .arguments import ranks_of
@@ -204,8 +206,9 @@ def check(result: Result, say: Say) -> Check:
     """Serves the model with the recommended options, and times it.
 
     Raises:
-        ServerFailed: the server does not start; with the reason.
+        ServerFailed: the model cannot be downloaded, or the server does not start; with the reason.
     """
+    _download(result.tuned, say)
     wishes, goal = result.wishes, result.wishes.goal
     context = min(128, wishes.context // 2)
     setting, disturbances = _setting_of(result), Disturbances()
@@ -227,6 +230,19 @@ def check(result: Result, say: Say) -> Check:
         short.prefill(setting, goal.prompt),
         disturbances.found.get("check"),
     )
+
+
+def _download(tuned: Tuned, say: Say) -> None:
+    """Downloads the weights that are not there. The server would do it as well, within the time
+    that it has for its start."""
+    if not tuned.absent:
+        return
+    size = shown_size(tuned.absent)
+    say(f"downloading the weights of {tuned.model} for the check, {size}; --no-check avoids it")
+    try:
+        from_hub(tuned.model)
+    except ValueError as problem:
+        raise ServerFailed(str(problem)) from problem
 
 
 def _setting_of(result: Result) -> Setting:
