@@ -148,8 +148,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots
         unchanged = placement.all_hot and not self.hybrid.adapted and not packed
-        make = self._make_noting_loader if unchanged else self._make_loader
-        extra["weight_loader"] = make(layer, extra["weight_loader"])
+        extra["weight_loader"] = self._make_loader(layer, extra["weight_loader"], unchanged)
         layer.weight_loader = extra["weight_loader"]  # which Zaya's loader calls
         if packed:
             self.gpu_method = PackedHotMethod(self.hybrid)
@@ -162,26 +161,11 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             **extra,
         )
 
-    def _make_noting_loader(self, layer: Any, original: Callable[..., None]) -> Callable[..., None]:
-        """SGLang's loader; what it gets is noted."""
-        experts = range(self.hybrid.num_experts)
-
-        def load(
-            param: Any,
-            loaded_weight: torch.Tensor,
-            weight_name: str,
-            shard_id: str,
-            expert_id: int | None = None,
-        ) -> None:
-            original(param, loaded_weight, weight_name, shard_id, expert_id)
-            which = MATRIX[self.hybrid.activation.gated].get(shard_id, shard_id)
-            tensor = parameter_name(layer, param)
-            self.delivery.add(tensor, experts if expert_id is None else [expert_id], which)
-
-        return load
-
-    def _make_loader(self, layer: Any, original: Callable[..., None]) -> Callable[..., None]:
-        """The loader of a layer with cold experts or an adapter. original: SGLang's."""
+    def _make_loader(
+        self, layer: Any, original: Callable[..., None], unchanged: bool
+    ) -> Callable[..., None]:
+        """The loader of a layer. original: SGLang's. unchanged: it loads everything, and what it
+        gets is noted; otherwise there are cold experts or an adapter."""
 
         def load(
             param: Any,
@@ -191,8 +175,16 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             expert_id: int | None = None,
         ) -> None:
             hybrid, place = self.hybrid, f"layer {self.config.layer_idx}: {weight_name}"
-            single = loaded_weight.dim() == 2 or not hybrid.takes_weights
             matrices = MATRIX[hybrid.activation.gated]
+            if unchanged:
+                original(param, loaded_weight, weight_name, shard_id, expert_id)
+                # Some formats are loaded as whole tensors.
+                experts = range(hybrid.num_experts) if expert_id is None else [expert_id]
+                parts = [matrices[shard_id]] if shard_id in matrices else matrices.values()
+                for which in parts:
+                    self.delivery.add(parameter_name(layer, param), experts, which)
+                return
+            single = loaded_weight.dim() == 2 or not hybrid.takes_weights
             if expert_id is None or not single or shard_id not in matrices:
                 raise ValueError(
                     f"{place}, {shard_id}: shape {list(loaded_weight.shape)}; expected one matrix "
