@@ -50,8 +50,8 @@ compute no experts of the class. The control lacks the cold experts. \\* compare
 the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing,
 sparse attention, attention with sinks, residual streams, rotary embeddings or descriptions of
 batches by the test, because the engine has them on GPUs or on CPUs with AMX only, or in float32
-where the engine has bfloat16 only, or without an encoder of images
-([details](support.md#classes)).
+where the engine has bfloat16 only, or without an encoder of images, or with a fault of the engine
+mended ([details](support.md#classes)).
 """
 
 LAYERS = """\

@@ -410,7 +410,11 @@ NAMES = (
     Name(
         f"{SRT}.layers.moe.token_dispatcher:StandardCombineInput", "called", "what a layer returns"
     ),
-    Name(f"{SRT}.utils.common:is_cpu", "called", "decides who multiplies by routed_scaling_factor"),
+    Name(
+        f"{SRT}.utils.common:is_cpu",
+        "called",
+        "decides who multiplies by routed_scaling_factor, and which activations hot experts have",
+    ),
     *(
         Name(
             f"{SRT}.models.{model}:KTEPWrapperMethod",

@@ -102,3 +102,14 @@ def refuse_activation(own: HybridLayer, runner: Any, has_bias: bool, packed: boo
         "they have no biases and plain SwiGLU, or to 16 bits if they compute as those of gpt-oss "
         f"do; accepted: {instead_of_converting(own.options)}"
     )
+
+
+def refuse_on_cpu(own: HybridLayer, runner: Any) -> None:
+    """ValueError for hot experts of which SGLang's kernels for the CPU leave out the limit or the
+    alpha of SwiGLU, without an error. They know those of gpt-oss."""
+    activation = own.activation
+    if (activation.swiglu_limit or activation.swiglu_alpha) and not _interleaved(runner):
+        raise ValueError(
+            f"layer {own.layer_idx}: {activation}: SGLang's kernels for the CPU compute hot "
+            "experts without these numbers; accepted: --kt-num-gpu-experts 0"
+        )

@@ -34,7 +34,7 @@ from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
 from .graphs import largest_captured
 from .hooks import Hook, verify
-from .hot import PackedHotMethod, hold_dense, refuse_activation
+from .hot import PackedHotMethod, hold_dense, refuse_activation, refuse_on_cpu
 from .options import options_of, resolved, text_config
 from .products import products
 
@@ -144,6 +144,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         packed = converted and options.hot_format == PACKED
         if converted:
             refuse_activation(self.hybrid, runner, extra.get("with_bias", False), packed)
+        if is_cpu() and placement.num_slots and not placement.all_hot:
+            refuse_on_cpu(self.hybrid, runner)
         self.num_gpu_experts = -1  # read by SGLang's layer, whose loader then skips no expert
         if not placement.all_hot:
             self.num_gpu_experts = num_experts = placement.num_slots

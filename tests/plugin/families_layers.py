@@ -6,11 +6,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from families_2026 import FAMILIES_2026
-from families_alike import BIASED, LING, LING_NAMES, SCALED_ROPE
+from families_2026 import FAMILIES_2026, TRITON
+from families_alike import ALIKE, BIASED, LING, LING_NAMES, SCALED_ROPE
 from families_multimodal import PATCHES, TEXT, TOWER
 from families_vllm_2026 import VLLM_2026
-from family_settings import EXPERTS, GROUPS, LINEAR_ATTENTION, MLA, SHARED, Family
+from family_settings import EXPERTS, GROUPS, LAYERS, LINEAR_ATTENTION, MLA, SHARED, Family
 
 NO_ATTENTION = r"self_attn|linear_attn"
 # SGLang knows no other MLA on the CPU.
@@ -81,6 +81,7 @@ INDEXED = dict(
     indexer_budget=2048,
     indexer_compress_ratio=4,
 )
+IQUEST_NORMS = {"self_attn.q": 32, "self_attn.k": 32, "attn_out": 128, "ffn_out": 128}
 GROUP = dict(n_group=1, topk_group=1, n_shared_experts=1, first_k_dense_replace=1)
 
 LAYERS_ALONE: dict[str, Family] = {
@@ -96,7 +97,11 @@ LAYERS_ALONE: dict[str, Family] = {
     ),
     "LongcatFlashForCausalLM": replace(
         FAMILIES_2026["LongcatFlashForCausalLM"],
+        # SGLang computes zero experts in blocks of 256, and without a factor.
+        config=FAMILIES_2026["LongcatFlashForCausalLM"].config
+        | dict(hidden_size=256, routed_scaling_factor=1.0),
         vllm=None,
+        sglang=TRITON,
         like="LongcatFlashForCausalLM",
         replaced=FAMILIES_2026["LongcatFlashForCausalLM"].replaced
         | dict(rope_parameters=None, rope_theta=10000.0, rope_scaling=YARN),
@@ -117,6 +122,14 @@ LAYERS_ALONE: dict[str, Family] = {
         sglang={},
         like="InternS1ProForConditionalGeneration",
         parted="experts",
+    ),
+    "InternS2MobiusForConditionalGeneration": replace(
+        VLLM_2026["InternS2MobiusForConditionalGeneration"],
+        vllm=None,
+        like="InternS2MobiusForConditionalGeneration",
+        replaced=dict(model_type="interns2_mobius_text"),
+        around=PATCHES
+        | dict(vision_config=PATCHES["vision_config"] | dict(deepstack_visual_indexes=[])),
     ),
     "KimiK3LinearForCausalLM": replace(
         VLLM_2026["KimiK3ForConditionalGeneration"],
@@ -164,6 +177,34 @@ LAYERS_ALONE: dict[str, Family] = {
     "HunYuanDenseV1ForCausalLM": replace(
         FAMILIES_2026["HunYuanMoEV1ForCausalLM"], vllm=None, like="HunYuanMoEV1ForCausalLM"
     ),
+    "IQuestQ1ForCausalLM": Family(
+        {},
+        untried=("sglang",),
+        like="GraniteMoeForCausalLM",
+        replaced=dict(
+            model_type="iquest_q1",
+            head_dim=32,
+            dense_intermediate_size=32,
+            num_experts=EXPERTS,
+            use_hybrid_layers=False,
+            mlp_only_layers=[],
+            enable_sink_attention=False,
+            rope_parameters=None,
+        ),
+        renamed={
+            "block_sparse_moe.input_linear.weight": "mlp.experts.fc",
+            "block_sparse_moe.output_linear.weight": "mlp.experts.proj",
+            "block_sparse_moe.router.layer.": "mlp.router.",
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "feed_forward_norm",
+        },
+        added={
+            f"model.layers.{layer}.{name}_norm.weight": (size,)
+            for layer in range(LAYERS)
+            for name, size in IQUEST_NORMS.items()
+            if layer == 0 or name != "ffn_out"
+        },
+    ),
     "MiniCPMV": MINICPM,
     "MiniCPMV4_6ForConditionalGeneration": MINICPM,
     "MiniCPMV4_7ForConditionalGeneration": replace(
@@ -172,6 +213,31 @@ LAYERS_ALONE: dict[str, Family] = {
         wrapped=MINICPM.wrapped | dict(model_type="minicpmv4_7"),
     ),
 }
+tower = {"model.visual.pos_embed.weight": (64, 64)} | {
+    f"{'model.' * name.startswith('visual')}{name}.{part}": size[: None if part == "weight" else 1]
+    for name, size in QWEN_TOWER.items()
+    for part in ("weight", "bias")
+}
+LING_2 = ALIKE["BailingMoeV2ForCausalLM"]
+# Ming.
+for name in ("BailingMMNativeForConditionalGeneration", "BailingMM2NativeForConditionalGeneration"):
+    LAYERS_ALONE[name] = replace(
+        LING_2,
+        vllm=None,
+        like="Glm4MoeForCausalLM",
+        renamed={"model.": "model.model.", "lm_head.": "model.lm_head."} | LING_2.renamed,
+        wrapped=dict(
+            model_type="bailingmm_moe_v2_lite",
+            llm_config=None,
+            vision_config=QWEN_VISION | dict(deepstack_visual_indexes=[]),
+            mrope_section=[2, 3, 3],
+        ),
+        added={
+            key.replace("linear_proj", "model.linear_proj"): size
+            for key, size in tower.items()
+            if "linear_proj.2" not in key
+        },
+    )
 LAYERS_ALONE["XllmForCausalLM"] = LAYERS_ALONE["K2HorizonForCausalLM"]
 LING_3 = LAYERS_ALONE["BailingMoeV3ForCausalLM"]
 LAYERS_ALONE["BailingMoeV3VLForConditionalGeneration"] = replace(
@@ -184,12 +250,5 @@ LAYERS_ALONE["BailingMoeV3VLForConditionalGeneration"] = replace(
         vision_config=QWEN_VISION,
         mrope_section=[2, 3, 3],
     ),
-    added={"model.visual.pos_embed.weight": (64, 64)}
-    | {
-        f"{'model.' * name.startswith('visual')}{name}.{part}": size[
-            : None if part == "weight" else 1
-        ]
-        for name, size in QWEN_TOWER.items()
-        for part in ("weight", "bias")
-    },
+    added=tower,
 )

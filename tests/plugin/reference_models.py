@@ -89,6 +89,19 @@ class InternS1ProForConditionalGeneration(transformers.Qwen3VLMoeForConditionalG
         self.post_init()
 
 
+class BankOfExperts(nn.Module):
+    """A MoE layer without a shared expert."""
+
+    def __init__(self, gate: nn.Module, experts: nn.Module) -> None:
+        super().__init__()
+        self.gate, self.experts = gate, experts
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.flatten(0, -2)
+        _, weights, ids = self.gate(x)
+        return self.experts(x, ids, weights).view(hidden_states.shape)
+
+
 class InternS2MobiusForConditionalGeneration(transformers.Qwen3_5MoeForConditionalGeneration):
     """Layers share num_blocks banks of experts in turn; each has a shared expert of its own."""
 
@@ -100,9 +113,8 @@ class InternS2MobiusForConditionalGeneration(transformers.Qwen3_5MoeForCondition
             gate, experts = layer.mlp.gate, layer.mlp.experts
             del layer.mlp.gate, layer.mlp.experts
             if number < blocks:
-                text.meta_mlp.append(nn.ModuleDict({"gate": gate, "experts": experts}))
-            bank = text.meta_mlp[number % blocks]
-            vars(layer.mlp).update(gate=bank["gate"], experts=bank["experts"])
+                text.meta_mlp.append(BankOfExperts(gate, experts))
+            vars(layer.mlp).update(text.meta_mlp[number % blocks].named_children())
 
 
 class Gemma4UnifiedForConditionalGeneration(transformers.Gemma4UnifiedForConditionalGeneration):

@@ -163,6 +163,13 @@ def check_what_a_layer_may_be() -> None:
         expected = f"layer 0: {what} is not supported with kt options"
         assert refusal(8, **{name: value}).startswith(expected), name
     assert refusal(8, swiglu_limit=10.0) == refusal(8, gemm1_alpha=1.702) == ""
+    # On the CPU, hot experts would have SiLU instead.
+    for given in ({"swiglu_limit": 10.0}, {"gemm1_clamp_limit": 7.0}, {"gemm1_alpha": 1.702}):
+        given |= {"num_fused_shared_experts": 0}
+        error = refusal(3, **given)
+        assert error.startswith("layer 0: activation='s"), error
+        assert error.endswith("without these numbers; accepted: --kt-num-gpu-experts 0"), error
+        assert refusal(0, **given) == ""
     on_input = {"apply_router_weight_on_input": True}
     for given, expected in (
         ({"activation": "gelu"} | on_input, ExpertActivation("gelu", True, True)),

@@ -47,10 +47,17 @@ def clamped_swiglu(gate_up: torch.Tensor, out: torch.Tensor, limit: float) -> No
     out.copy_(torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
 
 
+def call(block: torch.nn.Module, x: torch.Tensor, **given: object) -> object:
+    # Intern-S2-Mobius' banks of experts are called by name.
+    return getattr(block, "forward_routed", block)(x, **given)
+
+
 def hook(one: dict) -> None:
     """Makes a model runner, once it has loaded its model, compute the MoE layers and end the
     process."""
     from sglang.kernels.ops.activation import silu_and_mul_clamp
+    from sglang.srt.arg_groups.model_override_base import _MODEL_OVERRIDE_FNS
+    from sglang.srt.arg_groups.model_overrides import iquest_q1  # noqa: F401 - registers
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models import deepseek_v4
 
@@ -58,9 +65,7 @@ def hook(one: dict) -> None:
 
     def compute(self: ModelRunner) -> None:
         with torch.inference_mode():
-            moe_layers_run.compute_all(
-                self.model, "moe_runner_config", lambda block, x, **given: block(x, **given), one
-            )
+            moe_layers_run.compute_all(self.model, "moe_runner_config", call, one)
         sys.stdout.flush()
         os._exit(0)
 
@@ -71,6 +76,8 @@ def hook(one: dict) -> None:
             _error(one).write_text(f"{type(error).__name__}: {error}")
             raise
 
+    # It would demand an attention for GPUs.
+    del _MODEL_OVERRIDE_FNS["IQuestQ1ForCausalLM"]
     # DeepSeek-V3.2 asks which attention the GPU has.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     torch.cuda.Stream = lambda *given, **more: None  # Kimi-K3 makes some

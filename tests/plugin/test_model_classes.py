@@ -120,6 +120,8 @@ STAND_INS = {
     ("vllm", "Qwen4ExpForConditionalGeneration"): "residual streams",
     ("vllm", "Step3p5ForCausalLM"): "routing",
     ("vllm", "Step3p7ForConditionalGeneration"): "image encoder and routing",
+    ("sglang", "BailingMMNativeForConditionalGeneration"): "count of weights",
+    ("sglang", "BailingMM2NativeForConditionalGeneration"): "count of weights",
     ("sglang", "DeepseekVL2ForCausalLM"): "image encoder",
     ("sglang", "GptOssForCausalLM"): "data type",
     ("sglang", "InternS1ProForConditionalGeneration in SGLang"): "rotary embeddings",

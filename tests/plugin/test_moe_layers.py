@@ -48,7 +48,6 @@ class Alone:
     hot: int = HOT
     written: dict[str, Any] = field(default_factory=dict)
     near: float = 0.005
-    stock: bool = True
 
 
 # In vLLM, it is one of FAMILIES.
@@ -75,6 +74,7 @@ COMPRESSED = {
 }
 # vLLM has none for MLA on the CPU, and refuses to switch it off by itself beside linear attention.
 UNCACHED = {"enable_prefix_caching": False}
+# SGLang's kernels for the CPU compute no hot experts of classes whose SwiGLU has a limit.
 CLASSES: dict[str, dict[str, Alone]] = {
     "vllm": {
         "BailingMoeV2_5ForCausalLM": Alone(arguments=UNCACHED),
@@ -114,14 +114,13 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "BailingMoeV3ForCausalLM in SGLang": Alone(arguments=LINEAR),
         "BailingMoeV3VLForConditionalGeneration in SGLang": Alone(arguments=LINEAR),
         "DeepseekV32ForCausalLM": Alone(),
-        "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, written=COMPRESSED),
+        "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, hot=0, written=COMPRESSED),
         "ExaoneMoeForCausalLM": Alone(arguments={"attention_backend": "triton"}),
         "GigaChat35ForCausalLM": Alone(changed=UNSCALED),
         "Glm4MoeLiteForCausalLM": Alone(),
         "GlmMoeDsaForCausalLM": Alone(),
         "GraniteMoeHybridForCausalLM": Alone(arguments=LINEAR),
-        "HYV4ForCausalLM": Alone(),
-        # Of hot experts, SGLang's kernel for the CPU would leave out the limit of SwiGLU.
+        "HYV4ForCausalLM": Alone(hot=0),
         "Glm5NextForConditionalGeneration in SGLang": Alone(arguments=PAGED, hot=0),
         "HunYuanDenseV1ForCausalLM": Alone(),
         "HunYuanMoEV1ForCausalLM": Alone(),
@@ -129,16 +128,16 @@ CLASSES: dict[str, dict[str, Alone]] = {
             arguments=LINEAR | {"enable_multimodal": False}
         ),
         "KimiLinearForCausalLM": Alone(arguments=LINEAR, changed=UNSCALED),
+        "IQuestQ1ForCausalLM": Alone(),
+        "InternS2MobiusForConditionalGeneration in SGLang": Alone(
+            arguments=LINEAR | {"enable_multimodal": False, "moe_runner_backend": "triton"},
+            written={"model_type": "interns2_mobius"},
+        ),
         "K2HorizonForCausalLM in SGLang": Alone(arguments=BFLOAT16, near=0.01),
         "KimiK3LinearForCausalLM": Alone(arguments=LINEAR),
         K3: Alone(True, LINEAR | {"enable_multimodal": False}),
         "LLaDA2MoeModelLM": Alone(),
         "Lfm2MoeForCausalLM": Alone(arguments=LINEAR),
-        # SGLang gives zero experts no factor, and computes them in blocks of 256. Its layer for the
-        # CPU, which wants distinct experts of a token, does not take their places.
-        "LongcatFlashForCausalLM in SGLang": Alone(
-            changed=UNSCALED | dict(hidden_size=256), stock=False
-        ),
         "MiniCPMV": Alone(arguments=LINEAR | {"enable_multimodal": False}),
         "MiniCPMV4_6ForConditionalGeneration in SGLang": Alone(
             arguments=LINEAR | {"enable_multimodal": False}
@@ -180,19 +179,13 @@ pytestmark = pytest.mark.timeout(TIMEOUT)
 
 
 @pytest.fixture(scope="module")
-def inputs(folder: Path) -> Callable[[Alone], Path]:
-    """x [T, H] and the numbers of the tokens [T], for a class."""
-
-    def of(alone: Alone) -> Path:
-        hidden = alone.changed.get("hidden_size", COMMON["hidden_size"])
-        path = folder / f"inputs {hidden}"
-        if not path.exists():
-            torch.manual_seed(5)
-            x = torch.randn(TOKENS, hidden).bfloat16().float()
-            save_file({"x": x, "tokens": torch.randint(VOCABULARY, (TOKENS,))}, path)
-        return path
-
-    return of
+def inputs(folder: Path) -> Path:
+    """x [T, H] and the numbers of the tokens [T]."""
+    torch.manual_seed(5)
+    x = torch.randn(TOKENS, COMMON["hidden_size"]).bfloat16().float()
+    tokens = torch.randint(VOCABULARY, (TOKENS,))
+    save_file({"x": x, "tokens": tokens}, folder / "inputs")
+    return folder / "inputs"
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +206,7 @@ def models(folder: Path) -> Callable[[str, str], Path]:
 
 @pytest.fixture(scope="module")
 def answers(
-    folder: Path, inputs: Callable[[Alone], Path], models: Callable[[str, str], Path]
+    folder: Path, inputs: Path, models: Callable[[str, str], Path]
 ) -> Callable[[str], Answers]:
     """Of an engine; it runs when it is first asked for."""
     found: dict[str, Answers] = {}
@@ -232,7 +225,7 @@ def answers(
                 given = {} if name == K3 else FAMILIES[name].on_cpu(engine) or {}
                 given |= alone.arguments
                 for kind, kt in (("ours", options), ("stock", None)):
-                    if kt is None and not (RESULTS and alone.hot and alone.stock):
+                    if kt is None and not (RESULTS and alone.hot):
                         continue
                     runs.append(
                         {
@@ -240,7 +233,7 @@ def answers(
                             "model": model,
                             "kt": kt,
                             "engine": given,
-                            "inputs": str(inputs(alone)),
+                            "inputs": str(inputs),
                             "outputs": str(_outputs(folder, engine, name, kind)),
                         }
                     )
@@ -266,7 +259,7 @@ def test_outputs_are_those_of_transformers(
     engine: str,
     name: str,
     folder: Path,
-    inputs: Callable[[Alone], Path],
+    inputs: Path,
     models: Callable[[str, str], Path],
     answers: Callable[[str], Answers],
 ) -> None:
@@ -274,13 +267,13 @@ def test_outputs_are_those_of_transformers(
     alone, found = CLASSES[engine][name], answers(engine)
     kind = kimi_k3_model.K3Reference if name == K3 else FamilyReference
     reference = kind(name, models(engine, name))
-    wanted = outputs(reference, inputs(alone))
+    wanted = outputs(reference, inputs)
 
     def zero(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         down.zero_()
 
     with reference.changed(zero, range(alone.hot, EXPERTS)):
-        wrong = outputs(reference, inputs(alone))
+        wrong = outputs(reference, inputs)
 
     def distances(kind: str, to: torch.Tensor) -> torch.Tensor:
         assert "error" not in found[f"{name} {kind}"], found[f"{name} {kind}"]
