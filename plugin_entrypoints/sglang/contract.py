@@ -378,16 +378,6 @@ NAMES = (
         until="MoeRunnerConfig holds everything that affects a layer's result",
     ),
     Name(
-        f"{FUSED_MOE}:FusedMoE.weight_loader",
-        "replaced",
-        "sees the weights of experts from models that call it, in place of the parameter's",
-    ),
-    Name(
-        f"{FUSED_MOE}:FusedMoE._weight_loader_impl",
-        "called",
-        "loads one matrix of a hot expert into a given slot",
-    ),
-    Name(
         f"{_RUNNER}.triton_utils.fused_moe:fused_experts",
         "called",
         "computes streamed experts, and hot ones in 4 or 8 bits",

@@ -1,5 +1,5 @@
-"""The part of SGLang's contract about its expert layers: what models request of their experts, and
-how ``kt model check`` gives them weights.
+"""The part of SGLang's contract about its expert layers: what models request of their experts, how
+they are loaded, and how ``kt model check`` gives them weights.
 
 See ``contract.py``, which includes this part.
 """
@@ -68,6 +68,16 @@ EXPERT_CONFIG = Arguments(
     ),
 )
 LOADING = (
+    Name(
+        f"{FUSED_MOE}:FusedMoE.weight_loader",
+        "replaced",
+        "sees the weights of experts from models that call it, in place of the parameter's",
+    ),
+    Name(
+        f"{FUSED_MOE}:FusedMoE._weight_loader_impl",
+        "called",
+        "loads one matrix of a hot expert into a given slot",
+    ),
     Name(
         f"{SRT}.model_loader.loader:DefaultModelLoader.load_weights_and_postprocess",
         "replaced",
