@@ -542,6 +542,7 @@ ATTRIBUTES = (
         (
             "activation",
             "apply_router_weight_on_input",
+            "gate_up_interleaved",
             "gemm1_alpha",
             "gemm1_clamp_limit",
             "inplace",

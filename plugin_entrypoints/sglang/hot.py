@@ -79,14 +79,15 @@ def hold_dense(layer: Any, own: HybridLayer) -> None:
         held["w2_weight"],
         b13=held.get("w13_weight_bias"),
         b2=held.get("w2_weight_bias"),
-        interleaved=_interleaved(layer.moe_runner_config),
+        interleaved=_as_in_gpt_oss(layer.moe_runner_config),
     )
 
 
-def _interleaved(runner: Any) -> bool:
-    """Whether SGLang's kernels take rows of gate and up in turn, as for gpt-oss."""
-    given = runner.activation == "silu" and runner.gemm1_alpha is not None
-    return given and runner.gate_up_interleaved
+def _as_in_gpt_oss(runner: Any) -> bool:
+    """Whether experts have a limit and an alpha, and SGLang's kernels take rows of gate and up in
+    turn for them."""
+    given = None not in (runner.gemm1_alpha, runner.gemm1_clamp_limit)
+    return given and runner.activation == "silu" and runner.gate_up_interleaved
 
 
 def refuse_activation(own: HybridLayer, runner: Any, has_bias: bool, packed: bool) -> None:
@@ -94,8 +95,7 @@ def refuse_activation(own: HybridLayer, runner: Any, has_bias: bool, packed: boo
 
     runner: the layer's MoeRunnerConfig.
     """
-    as_in_gpt_oss = not packed and _interleaved(runner)
-    if (own.activation == SILU and not has_bias) or as_in_gpt_oss:
+    if (own.activation == SILU and not has_bias) or (not packed and _as_in_gpt_oss(runner)):
         return
     raise ValueError(
         f"layer {own.layer_idx}: in SGLang, kt-moe converts the weights of hot experts only if "
@@ -108,7 +108,7 @@ def refuse_on_cpu(own: HybridLayer, runner: Any) -> None:
     """ValueError for hot experts of which SGLang's kernels for the CPU leave out the limit or the
     alpha of SwiGLU, without an error. They know those of gpt-oss."""
     activation = own.activation
-    if (activation.swiglu_limit or activation.swiglu_alpha) and not _interleaved(runner):
+    if (activation.swiglu_limit or activation.swiglu_alpha) and not _as_in_gpt_oss(runner):
         raise ValueError(
             f"layer {own.layer_idx}: {activation}: SGLang's kernels for the CPU compute hot "
             "experts without these numbers; accepted: --kt-num-gpu-experts 0"

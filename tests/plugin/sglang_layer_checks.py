@@ -163,8 +163,15 @@ def check_what_a_layer_may_be() -> None:
         expected = f"layer 0: {what} is not supported with kt options"
         assert refusal(8, **{name: value}).startswith(expected), name
     assert refusal(8, swiglu_limit=10.0) == refusal(8, gemm1_alpha=1.702) == ""
-    # On the CPU, hot experts would have SiLU instead.
-    for given in ({"swiglu_limit": 10.0}, {"gemm1_clamp_limit": 7.0}, {"gemm1_alpha": 1.702}):
+    # On the CPU, hot experts would have SiLU instead, except those of gpt-oss.
+    gpt_oss = {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}
+    assert refusal(3, num_fused_shared_experts=0, **gpt_oss) == ""
+    for given in (
+        {"swiglu_limit": 10.0},
+        {"gemm1_clamp_limit": 7.0},
+        {"gemm1_alpha": 1.702},
+        gpt_oss | {"gate_up_interleaved": False},
+    ):
         given |= {"num_fused_shared_experts": 0}
         error = refusal(3, **given)
         assert error.startswith("layer 0: activation='s"), error
