@@ -214,8 +214,14 @@ def test_the_engines_kernels_are_refused(engine: str, answers: Callable[[str], A
     )
 
 
-@pytest.mark.parametrize("hot", GPT_OSS_HOT)
-@pytest.mark.parametrize("engine", RUNS)
+@pytest.mark.parametrize(
+    ("engine", "hot"),
+    [  # named as above, or another process would start the engines again
+        pytest.param(engine, hot, id=f"{engine}: {hot} hot")
+        for engine in RUNS
+        for hot in GPT_OSS_HOT
+    ],
+)
 def test_gpt_oss(
     engine: str,
     hot: int,
