@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kt_kernel import _conflict
@@ -138,7 +138,7 @@ def slot_weights(layer: Any) -> tuple[Any, ...] | None:
     """An engine's weights of the hot experts of a layer: gate and up [slots, 2 I, H], and down
     [slots, H, I]; then, of FP8 in blocks, the scales of both. None if it has none of these
     names."""
-    found = dict(layer.named_parameters(recurse=False))
+    found = own_parameters(layer)
     weights, scales = (
         [found[name] for name in names if name in found]
         for names in (
@@ -153,17 +153,17 @@ def slot_weights(layer: Any) -> tuple[Any, ...] | None:
 
 def parameter_name(layer: Any, param: Any) -> str:
     """The name of a parameter in an engine's layer; "" for one that is not the layer's."""
-    return next((name for name, one in _own_parameters(layer) if one is param), "")
+    return next((name for name, one in own_parameters(layer).items() if one is param), "")
 
 
 def loaded_parameters(layer: Any) -> list[str]:
     """The names of an engine's tensors of experts that its loader has to fill."""
-    return [name for name, one in _own_parameters(layer) if hasattr(one, "weight_loader")]
+    return [name for name, one in own_parameters(layer).items() if hasattr(one, "weight_loader")]
 
 
-def _own_parameters(layer: Any) -> Iterator[tuple[str, Any]]:
-    found: Iterator[tuple[str, Any]] = layer.named_parameters(recurse=False)
-    return found
+def own_parameters(layer: Any) -> dict[str, Any]:
+    """An engine's tensors of experts, by name."""
+    return dict(layer.named_parameters(recurse=False))
 
 
 def refuse_class(

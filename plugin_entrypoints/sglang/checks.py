@@ -169,8 +169,8 @@ def _some_are_cold(model_config: Any, options: KTOptions) -> bool:
 def _keep_triton(server_args: Any) -> None:
     """Selects SGLang's Triton kernels where SGLang selected others without being asked.
 
-    For some models and GPUs it does, such as "triton_kernel" for gpt-oss. These kernels route
-    tokens themselves, or store weights in a layout of their own.
+    SGLang does so for some models and GPUs: it selects "triton_kernel" for gpt-oss, for example.
+    Such kernels route tokens themselves, or store weights in a layout of their own.
     """
     decided = getattr(server_args, _DECIDED, None) or ()
     if not any("moe_runner_backend" in fields for _, fields in decided):

@@ -14,7 +14,7 @@ from kt_kernel.serving.hot_packed import packed_hot
 from kt_kernel.serving.hot_weights import DenseHot
 from kt_kernel.serving.hybrid import HybridLayer
 
-from ..common import instead_of_converting
+from ..common import instead_of_converting, own_parameters
 
 
 class PackedHotMethod(FusedMoEMethodBase):
@@ -71,7 +71,7 @@ class PackedHotMethod(FusedMoEMethodBase):
 def hold_dense(layer: Any, own: HybridLayer) -> None:
     """Makes kt-moe fill the tensors of SGLang's unquantised method. Raises ValueError if SGLang
     holds them in another layout."""
-    held = {name: tensor.data for name, tensor in layer.named_parameters(recurse=False)}
+    held = {name: tensor.data for name, tensor in own_parameters(layer).items()}
     own.hot = DenseHot(
         f"layer {own.layer_idx}",
         own.hot_shape(layer.moe_tp_rank, layer.moe_tp_size),

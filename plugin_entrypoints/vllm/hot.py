@@ -22,6 +22,8 @@ from kt_kernel.serving.hot_packed import PackedHot, packed_hot
 from kt_kernel.serving.hot_weights import DenseHot, HotShape
 from kt_kernel.serving.hybrid import HybridLayer
 
+from ..common import own_parameters
+
 _ROUTES_IN_LARGE_BLOCKS = 16
 _INTERLEAVED = "swigluoai"  # the activation whose kernels expect rows of gate and up in turn
 
@@ -146,7 +148,7 @@ def hold_dense(experts: Any) -> None:
 
     Raises ValueError if vLLM holds them in another layout.
     """
-    own = {name: tensor.data for name, tensor in experts.named_parameters(recurse=False)}
+    own = {name: tensor.data for name, tensor in own_parameters(experts).items()}
     experts.kt_layer.hot = DenseHot(
         f"layer {experts.kt_layer.layer_idx}",
         _shape(experts),

@@ -222,8 +222,7 @@ def check_hot_experts_are_delivered() -> None:
     experts and without, and whether it calls the loader of a parameter or that of the layer."""
     shards = {"w13": ("w1", "w3"), "w2": ("w2",)}
     names = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
-    for hot, given in ((3, {}), (4, {}), (4, {"fused": 1})):
-        fused = given.get("fused", 0)
+    for hot, fused in ((3, 0), (4, 0), (4, 1)):
         layer = object.__new__(FusedMoE)
         torch.nn.Module.__init__(layer)
         layer.top_k, layer.num_fused_shared_experts = 2, fused

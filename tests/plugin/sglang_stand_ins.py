@@ -7,7 +7,7 @@ are written in torch. MoE layers are untouched.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 
 import sglang.srt.utils as utils
@@ -83,19 +83,13 @@ for name in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration"):
 deepseek_vl2.DeepseekVL2ForCausalLM._init_vision_module = lambda *given: torch.nn.Identity()
 
 
-def changed(init: Callable[..., None], change: Callable[[dict], None]) -> Callable[..., None]:
-    """The __init__ of a class, whose keywords are changed first."""
-
-    def changed_init(self: torch.nn.Module, *given: object, **more: object) -> None:
-        change(more)
-        init(self, *given, **more)
-
-    return changed_init
+def build(self: torch.nn.Module, *given: object, start_layer: int, **more: object) -> None:
+    build_layer(self, *given, **more)
 
 
 # Its layers take no start_layer, which the class that builds them passes.
-layer = interns1pro.InternS1ProTextDecoderLayer
-layer.__init__ = changed(layer.__init__, lambda given: given.pop("start_layer"))
+build_layer = interns1pro.InternS1ProTextDecoderLayer.__init__
+interns1pro.InternS1ProTextDecoderLayer.__init__ = build
 FourierRotaryEmbedding.__init__.__kwdefaults__["device"] = "cpu"
 
 
@@ -103,6 +97,6 @@ def loads(self: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) ->
     return load_text(self, weights) or set()
 
 
-# The class around this one counts what it has loaded, which it does not say.
+# The class around this one needs the names of what it has loaded, which it does not return.
 load_text = bailing_mm.BailingMoeV2ForCausalLM.load_weights
 bailing_mm.BailingMoeV2ForCausalLM.load_weights = loads

@@ -109,30 +109,28 @@ def answers(
     return of
 
 
+def _kt(engine: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options in a run of vllm_run.py or sglang_run.py."""
+    return {"kt": options} if engine == "vllm" else {"config": json.dumps(options)}
+
+
 def _job(
     engine: str, models: Callable[[str], tuple[Path, Weights]], gpt_oss: Path, kimi: Path
 ) -> dict[str, Any]:
-    runs = []
+    runs: list[dict[str, Any]] = []
     for one in (*RUNS[engine], REFUSED):
         path = REPOSITORY if one.model == CACHED else str(models(one.model)[0])
         options = one.options
         if one.cold_packed:
             options["weight_path"] = pack(models(one.model)[0])
-        if engine == "vllm":
-            more: dict[str, Any] = {"kt": options}
-        else:
-            more = {"config": json.dumps(options)}
-        runs.append({"name": one.name, "model": path} | more)
+        runs.append({"name": one.name, "model": path} | _kt(engine, options))
     if engine == "vllm":
         exact = {"engine": CPU_MLA | {"dtype": "float32"}, "kt": {"num_gpu_experts": 2}}
         runs.append({"name": KIMI, "model": str(kimi)} | exact)
     for hot in GPT_OSS_HOT:
-        kt = {"num_gpu_experts": hot}
-        if engine == "vllm":
-            more = {"kt": kt}
-        else:
-            more = {"config": json.dumps(kt), "arguments": {"attention_backend": "intel_amx"}}
-        runs.append({"name": f"{GPT_OSS}, {hot} hot", "model": str(gpt_oss)} | more)
+        run: dict[str, Any] = {"name": f"{GPT_OSS}, {hot} hot", "model": str(gpt_oss)}
+        run |= {"arguments": {"attention_backend": "intel_amx"}} if engine == "sglang" else {}
+        runs.append(run | _kt(engine, {"num_gpu_experts": hot}))
     job = {"model": "", "dtype": "bfloat16", "prompts": PROMPTS, "steps": STEPS, "runs": runs}
     if engine == "vllm":
         return job | {"modules": ["emulated_packed"], "inspect_here": True}
