@@ -10,8 +10,11 @@ import torch
 
 from kt_kernel.device.streaming.experts import Run
 from kt_kernel.device.streaming.routes import DividedRoutes
+from kt_kernel.device.streaming.streamer import Group
 from kt_kernel.device.streaming.timeline import Stamp
+from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.moe.routing import hot_routes
+from kt_kernel.serving.activations import GPT_OSS, SILU
 
 SKEW = 5_000_000_000  # of this device's clock, in nanoseconds
 
@@ -77,18 +80,48 @@ class Pins:
         assert self.pinned.pop(part.address) == part.nbytes
 
 
+def interleaves(activation: ExpertActivation) -> bool | None:
+    """As vLLM's kernels."""
+    return {SILU: False, GPT_OSS: True}.get(activation)
+
+
 def products(
-    x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    group: Group,
+    activation: ExpertActivation,
 ) -> torch.Tensor:
     """As an engine's kernels: every route with a slot, summed in float32, rounded once."""
     assert not weights[slots < 0].any()
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    for slot in range(len(w13)):
-        gate, up = (x.float() @ w13[slot].float().T).chunk(2, 1)
-        h = (torch.nn.functional.silu(gate) * up).to(x.dtype).float()
-        factor = torch.where(slots == slot, weights.float(), 0).sum(1, keepdim=True)
-        total += factor * (h @ w2[slot].float().T)
+    for slot in range(len(group.slots)):
+        both, down = x.float() @ group.w13[slot].float().T, group.w2[slot].float().T
+        if group.biases is not None:
+            both += group.biases[0][slot]
+        if activation == SILU:
+            gate, up = both.chunk(2, 1)
+            h = torch.nn.functional.silu(gate) * up
+        else:
+            limit = activation.swiglu_limit
+            gate, up = both[:, ::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
+            h = gate * torch.sigmoid(activation.swiglu_alpha * gate) * (up + 1)
+        out = h.to(x.dtype).float() @ down
+        if group.biases is not None:
+            out += group.biases[1][slot]
+        total += torch.where(slots == slot, weights.float(), 0).sum(1, keepdim=True) * out
     return total.to(x.dtype)
+
+
+def hot_products(
+    x: torch.Tensor,
+    slots: torch.Tensor,
+    weights: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+) -> torch.Tensor:
+    """The same of an engine's hot experts."""
+    return products(x, slots, weights, Group(range(len(w13)), w13, w2), SILU)
 
 
 def divide_routes(

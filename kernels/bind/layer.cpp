@@ -21,6 +21,7 @@
 #include "../moe/layer.h"
 #include "../moe/state.h"
 #include "../sys/need.h"
+#include "arrays.h"
 #include "bind.h"
 #include "sources.h"
 #include "tables.h"
@@ -119,6 +120,15 @@ void unpack(const kt::MoeLayer& layer, int64_t slot, int matrix, const WeightRoo
                "]; expected [" + std::to_string(layout.rows) + ", " + std::to_string(layout.cols) +
                "]");
   layer.unpack(slot, matrix, dst.data());
+}
+
+void biases(const kt::MoeLayer& layer, int matrix, const WeightRoom& dst) {
+  kt::need_matrix(layer.config(), matrix);
+  const kt::BiasTable& table = layer.state()->bias[size_t(matrix)];
+  const int64_t held = layer.state()->held;
+  need_shape("dst", dst, {size_t(held), size_t(table.width)});
+  for (int64_t position = 0; position < held; ++position)
+    std::copy_n(table.row(position), table.width, dst.data() + position * table.width);
 }
 
 // Where the packed weights of the experts lie, pool by pool.
@@ -253,6 +263,9 @@ void bind_layer(nb::module_& m) {
                                [](const auto& b) { return b.any.load(); });
           },
           "Whether some expert has a bias.")
+      .def("biases", biases, "matrix"_a, "dst"_a.noconvert(), Unlocked(),
+           "Copies the biases of a matrix (0 gate, 1 up, 2 down) to float32 [experts held, rows], "
+           "in the order of `positions`; zeros for experts without one.")
       .def("stats",
            [](const kt::MoeLayer& layer) {
              const kt::LayerStats& s = layer.state()->stats;

@@ -10,7 +10,7 @@ import logging
 from typing import Any
 
 from kt_kernel.runtime.variant import kernel_kind
-from kt_kernel.serving.model_config import has_plain_silu
+from kt_kernel.serving.model_config import may_be_streamed
 from kt_kernel.serving.options import KTOptions
 
 from .options import decide
@@ -53,7 +53,7 @@ def leave_long_prompts(
     prefill, threshold = graphs.prefill, options.given_threshold
     if arguments.device != "cuda" or prefill.backend == "disabled" or threshold == 0:
         return
-    if kernel_kind() and threshold is None or not has_plain_silu(config):  # streaming is off then
+    if kernel_kind() and threshold is None or not may_be_streamed(config):  # streaming is off then
         return
     given = getattr(server_args, _GIVEN, None)
     if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):

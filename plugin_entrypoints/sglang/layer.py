@@ -36,7 +36,7 @@ from .graphs import largest_captured
 from .hooks import Hook, verify
 from .hot import PackedHotMethod, hold_dense, refuse_activation, refuse_on_cpu
 from .options import options_of, resolved, text_config
-from .products import products
+from .products import interleaves, products
 
 _logger = logging.getLogger("sglang.kt")
 _SITU_BETA = 4.0  # SGLang's kernels use it if a model gives none
@@ -128,13 +128,15 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 "number of experts per token"
             )
         size = intermediate_size_per_partition * layer.moe_tp_size
+        activation = _activation(place, runner)
         self.hybrid: HybridLayer = self.config.model.add_layer(
             layer_idx=self.config.layer_idx,
             num_experts=routed,
             num_experts_per_tok=experts_per_token,
             hidden_size=hidden_size,
             moe_intermediate_size=self.config.unpadded.get(size, size),
-            activation=_activation(place, runner),
+            activation=activation,
+            streams=interleaves(activation) is not None,
             has_bias=extra.get("with_bias", False),
             max_tokens=self.config.max_tokens,
             has_cpu_part=layer.moe_tp_rank == 0,
@@ -426,6 +428,7 @@ def engine_side(arguments: Any) -> EngineSide:
     chunk = arguments.chunked_prefill_size or 0  # not above 0: prompts are computed whole
     return EngineSide(
         products,
+        interleaves,
         memory_left,
         captured,
         chunk if chunk > 0 else None,

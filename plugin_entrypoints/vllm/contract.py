@@ -181,6 +181,8 @@ NAMES = (
     ),
     Name(f"{LAYERS}.fused_moe:should_moe_wna16_use_cuda", "called", "whether it uses that kernel"),
     Name(f"{LAYERS}.config:int4_w4a16_moe_quant_config", "called", "describes those in 4 bits"),
+    Name(f"{LAYERS}.config:biased_moe_quant_config", "called", "gives biases to streamed experts"),
+    Name(f"{LAYERS}.activation:MoEActivation", "called", "what streamed experts compute"),
     Name(f"{LAYERS}.config:int8_w8a16_moe_quant_config", "called", "describes those in 8 bits"),
     Name(
         f"{LAYERS}.unquantized_fused_moe_method:UnquantizedFusedMoEMethod"

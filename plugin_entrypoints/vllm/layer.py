@@ -39,7 +39,13 @@ from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_RANKS
 from .hot import ColdAsLast, PackedHotMethod, hold_dense
 from .options import logger, options_of
 from .padding import Padding
-from .routes import SkipColdRoutes, products, repeat_hot_routes, skip_cold_routes
+from .routes import (
+    SkipColdRoutes,
+    interleaves,
+    products,
+    repeat_hot_routes,
+    skip_cold_routes,
+)
 
 _STEP_LIMIT = 7.0  # of vLLM's kernel for Step-3.5, which models do not give
 
@@ -78,6 +84,7 @@ class HybridExperts(RoutedExperts):
             hidden_size=moe_config.hidden_dim,
             moe_intermediate_size=moe_config.intermediate_size_per_partition * ranks.tp_size,
             **self.kt_computes,
+            streams=interleaves(self.kt_computes["activation"]) is not None,
             max_tokens=moe_config.max_num_tokens,
             has_cpu_part=ranks.tp_rank == 0,
         )
@@ -378,6 +385,7 @@ def _engine_side(config: Any) -> EngineSide:
     captured = config.compilation_config.max_cudagraph_capture_size or 0
     return EngineSide(
         products,
+        interleaves,
         memory_left,
         captured,
         config.scheduler_config.max_num_batched_tokens,

@@ -12,7 +12,13 @@ import torch
 # The package first, because vLLM's modules have circular imports.
 import vllm.model_executor.layers.fused_moe  # noqa: F401
 from vllm.model_executor.layers.fused_moe import fused_moe
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import biased_moe_quant_config
 from vllm.model_executor.layers.fused_moe.experts.triton_moe import TritonExperts
+
+from kt_kernel.device.streaming.streamer import Group
+from kt_kernel.moe.activation import ExpertActivation
+from kt_kernel.serving.activations import GPT_OSS, SILU
 
 # Whether vLLM's Triton kernels skip cold routes. If not, and in all other kernels, a cold route
 # repeats a hot one with weight 0.
@@ -72,28 +78,37 @@ def _largest_unsorted_batch(experts: int, top_k: int, device: torch.device) -> i
         tokens += 1
 
 
+def interleaves(activation: ExpertActivation) -> bool | None:
+    """As `kt_kernel.serving.streaming_start.EngineSide.interleaves`. vLLM's kernel for gpt-oss has
+    fixed numbers."""
+    return {SILU: False, GPT_OSS: True}.get(activation)
+
+
 def products(
     x: torch.Tensor,
     slots: torch.Tensor,
     weights: torch.Tensor,
-    w13: torch.Tensor,
-    w2: torch.Tensor,
+    group: Group,
+    activation: ExpertActivation,
 ) -> torch.Tensor:
     """The sum [T, H] of experts that were copied to the device, by vLLM's Triton kernels.
 
     As `kt_kernel.serving.streaming.Products`. Routes to no expert get the number after the last
     expert, which the expert map marks as remote.
     """
-    experts = len(w13)
+    experts = len(group.w13)
     ids = slots.masked_fill(slots < 0, experts)
+    name = MoEActivation.SWIGLUOAI if activation == GPT_OSS else MoEActivation.SILU
     return fused_moe.fused_experts(
         x.contiguous(),
-        w13,
-        w2,
+        group.w13,
+        group.w2,
         weights,
         ids,
+        activation=name,
         global_num_experts=experts + 1,
         expert_map=_all_but_the_last(experts, x.device),
+        quant_config=None if group.biases is None else biased_moe_quant_config(*group.biases),
     )
 
 

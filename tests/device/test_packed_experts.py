@@ -100,12 +100,10 @@ def test_registration() -> None:
 
 
 def test_weights_that_are_not_streamed() -> None:
-    ordered = SimpleNamespace(has_column_orders=True, has_biases=False)
-    biased = SimpleNamespace(has_column_orders=False, has_biases=True)
+    ordered: Any = SimpleNamespace(has_column_orders=True)
     form: Any = None
-    for core, reason in ((ordered, "act-order"), (biased, "biases")):
-        with pytest.raises(ValueError, match=f"cannot be copied to a GPU: .*{reason}"):
-            PackedExperts(core, form, H, INNER)
+    with pytest.raises(ValueError, match="cannot be copied to a GPU: .*act-order"):
+        PackedExperts(ordered, form, H, INNER)
 
 
 def test_before_loading() -> None:

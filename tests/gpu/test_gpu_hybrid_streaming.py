@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from simulated_gpu import products
+from simulated_gpu import interleaves, products
 
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.options import KTOptions
@@ -40,7 +40,7 @@ def make(seed: int, **options: Any) -> HybridModel:
 
 
 def stream(model: HybridModel) -> str:
-    engine = EngineSide(products, lambda device: torch.cuda.mem_get_info(device)[0])
+    engine = EngineSide(products, interleaves, lambda device: torch.cuda.mem_get_info(device)[0])
     line = model.start_streaming(CUDA, torch.bfloat16, engine)
     assert line is not None
     return line

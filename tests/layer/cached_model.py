@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from simulated_gpu import products
+from simulated_gpu import hot_products
 
 from kt_kernel.device.uploads import HostUploads, Upload
 from kt_kernel.serving.cache import ModelCache
@@ -111,7 +111,7 @@ def answer(
     """A batch, with an engine that computes the hot experts after so many seconds."""
     slots, weights = layer.submit(x, ids, router, cold_slot=-1, **more)
     time.sleep(pause)
-    return layer.collect(x, products(x, slots, weights, *engine))
+    return layer.collect(x, hot_products(x, slots, weights, *engine))
 
 
 def check_sums(

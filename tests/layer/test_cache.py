@@ -28,7 +28,7 @@ from cached_model import (
     started,
 )
 from grid import examples
-from simulated_gpu import ImmediateLane, products
+from simulated_gpu import ImmediateLane, hot_products, products
 
 from kt_kernel import KTMoEWrapper
 from kt_kernel.device.slots import DenseSlots
@@ -106,7 +106,7 @@ def test_each_route_is_computed_once(weights, restless) -> None:
         assert ((slots >= 0) <= known).all() and (weights_[slots < 0] == 0).all()
         hot += int((slots >= 0).sum())
         real += int(known.sum())
-        layer.collect(x, products(x, slots, weights_, *held))
+        layer.collect(x, hot_products(x, slots, weights_, *held))
     cold = layer.wrapper.stats()["expert_calls"] - before[1]
     assert hot + cold == real and hot and cold
     cache.step()

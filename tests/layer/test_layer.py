@@ -247,7 +247,8 @@ def test_unusable_options() -> None:
         with pytest.raises(
             OptionError, match=rf"64: layer 3: experts with {re.escape(str(activation))} cannot"
         ):
-            HybridLayer(options, **shape(activation=activation))
+            HybridLayer(options, **shape(activation=activation, streams=False))
+        assert HybridLayer(options, **shape(activation=activation)).activation == activation
 
 
 def test_missing_weights_are_named(weights: dict[str, torch.Tensor]) -> None:

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import transformers
 
-from kt_kernel.serving.model_config import expert_sizes, has_plain_silu, num_experts
+from kt_kernel.serving.model_config import expert_sizes, may_be_streamed, num_experts
 from kt_kernel.serving.option_table import OptionError
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "plain"),
+    ("name", "given", "may"),
     [
         ("Qwen3MoeConfig", {}, True),
         ("DeepseekV3Config", {}, True),
         ("MixtralConfig", {"hidden_act": "gelu"}, False),
         ("Gemma4TextConfig", {}, False),  # hidden_activation
         ("NemotronHConfig", {}, False),  # mlp_hidden_act: experts without a gate
-        ("GptOssConfig", {}, False),  # swiglu_limit
+        ("GptOssConfig", {}, True),  # with its swiglu_limit
         ("MiniMaxM3VLTextConfig", {}, False),  # swiglu_alpha and swiglu_limit
         ("Step3p7TextConfig", {}, True),
         ("Step3p7TextConfig", {"swiglu_limits": [0.0] * 45}, True),
@@ -30,11 +30,11 @@ from kt_kernel.serving.option_table import OptionError
         ("Llama4TextConfig", {}, False),  # router weights on the input
     ],
 )
-def test_which_activations_are_plain_silu(name: str, given: dict[str, Any], plain: bool) -> None:
+def test_which_activations_may_be_streamed(name: str, given: dict[str, Any], may: bool) -> None:
     config = getattr(transformers, name)()
     for setting, value in given.items():
         setattr(config, setting, value)
-    assert has_plain_silu(config) == plain
+    assert may_be_streamed(config) == may
 
 
 @pytest.mark.parametrize(

@@ -77,22 +77,26 @@ PLAIN, PLAIN_METHOD = "unquantised", "INT4_G32"  # a model of 16 bits, and what 
 class Served:
     """A model served with some hot experts, stored on the device as --kt-hot-format ``form``.
 
-    cold_packed: its cold experts come from a packed directory.
+    cold_packed: its cold experts come from a packed directory. streamed: tokens from which batches
+    stream them to the GPU; 0: by default.
     """
 
     model: str
     hot: int = 0
     form: str = "auto"
     cold_packed: bool = False
+    streamed: int = 0
 
     @property
     def name(self) -> str:
-        cold = ", cold packed" * self.cold_packed
+        cold = ", cold packed" * self.cold_packed + ", streamed" * bool(self.streamed)
         return f"{self.model}, {self.hot} hot ({self.form}){cold}"
 
     @property
     def options(self) -> dict[str, Any]:
         options: dict[str, Any] = {"num_gpu_experts": self.hot}
+        if self.streamed:
+            options["gpu_prefill_token_threshold"] = self.streamed
         return options | ({"hot_format": self.form} if self.form != "auto" else {})
 
     @property

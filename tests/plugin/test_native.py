@@ -34,6 +34,12 @@ STEPS = 8
 PROMPTS = spread_prompts(4, vocabulary=128)  # gpt-oss' vocabulary is the smallest one
 SIDE_BY_SIDE = {"vllm": 4, "sglang": 5}  # processes
 GPT_OSS = "gpt-oss"
+GPT_OSS_RUNS = [
+    Served(GPT_OSS),
+    Served(GPT_OSS, 2),
+    Served(GPT_OSS, streamed=8),
+    Served(GPT_OSS, 2, streamed=8),
+]
 # By default, hot experts of RAWINT4, GPTQ_INT4, AWQ_INT4 and W8A8 are packed, FP8 is the engine's.
 VLLM = [
     *(Served(name, 3) for name in SETTINGS),
@@ -43,8 +49,7 @@ VLLM = [
     Served("AWQ_INT4", EXPERTS),
     Served("RAWINT4", 3, "bf16"),
     Served(PLAIN, 3, "packed"),
-    Served(GPT_OSS),
-    Served(GPT_OSS, 2),
+    *GPT_OSS_RUNS,
 ]
 # SGLang 0.5.17 serves AWQ in float16 only.
 SGLANG = [
@@ -54,8 +59,7 @@ SGLANG = [
     *(Served(name, 3) for name in ("GPTQ_INT4", "NVFP4", "MXFP8", "W8A8", "FP8_PERCHANNEL")),
     Served("RAWINT4"),
     Served("RAWINT4", EXPERTS),
-    Served(GPT_OSS),
-    Served(GPT_OSS, 2),
+    *GPT_OSS_RUNS,
 ]
 GRAPHS = {Served("FP8", 3), Served("RAWINT4", 3), Served(PLAIN, 3, "packed")}  # captured
 pytestmark = pytest.mark.timeout(TIMEOUT)
@@ -122,8 +126,13 @@ def _check(
 
 def _check_gpt_oss(served: list[Served], answers: Answers, reference: GptOssReference) -> None:
     for one in served:
-        if one.model == GPT_OSS:
-            check_experts(one.name, answers[one.name], reference, PROMPTS)
+        if one.model != GPT_OSS:
+            continue
+        answer = answers[one.name]
+        check_experts(one.name, answer, reference, PROMPTS)
+        stats = answer["stats"]
+        first = (stats["models"] if isinstance(stats, dict) else stats)[0]
+        assert (first.get("streamed_batches", 0) > 0) == (one.streamed > 0), one.name
 
 
 def _path(one: Served, models: dict[str, tuple[Path, Weights]], gpt_oss: Path) -> str:

@@ -19,8 +19,10 @@ import torch
 import vllm.model_executor.layers.fused_moe  # noqa: F401
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
+from kt_kernel.device.streaming.streamer import Group
 from kt_kernel.plugin_entrypoints.vllm.hot import PackedHotMethod
 from kt_kernel.plugin_entrypoints.vllm.routes import products
+from kt_kernel.serving.activations import SILU
 from kt_kernel.serving.hot_packed import GroupedHot, PackedHot, RowHot
 from kt_kernel.serving.hot_weights import HotShape
 from kt_kernel.testing import quantise, values_of
@@ -124,13 +126,16 @@ def timed(
     made = method(hot)
     w13 = torch.randn(dense, 2 * inter, hidden, device=GPU, dtype=BF16) * 0.02
     w2 = torch.randn(dense, hidden, inter, device=GPU, dtype=BF16) * 0.02
+    group = Group(range(dense), w13, w2)
     found: dict[str, dict[int, float]] = {"packed": {}, "bfloat16": {}}
     for tokens in (1, 4, 16, 256):
         x = torch.randn(tokens, hidden, device=GPU, dtype=BF16)
         slots, weights = routes(tokens, experts, packed, 8)
         found["packed"][tokens] = microseconds(lambda: packed_sum(made, x, slots, weights))  # noqa: B023
         few, shares = routes(tokens, experts, dense, 8)
-        found["bfloat16"][tokens] = microseconds(lambda: products(x, few, shares, w13, w2))  # noqa: B023
+        found["bfloat16"][tokens] = microseconds(
+            lambda: products(x, few, shares, group, SILU)  # noqa: B023
+        )
     return found
 
 

@@ -24,6 +24,8 @@ _GPT_OSS_VALUES = (7.0, 1.702, 1.0)
 
 #: SiLU with a gate, without limit and alpha, and with router weights on the output.
 SILU = ExpertActivation()
+#: gpt-oss' activation, with the numbers that vLLM's kernel for it has.
+GPT_OSS = ExpertActivation(swiglu_limit=_GPT_OSS_VALUES[0], swiglu_alpha=_GPT_OSS_VALUES[1])
 
 
 def activation_of(

@@ -105,6 +105,8 @@ def _packed(layer: Any) -> PackedExperts:
         packed: PackedExperts = layer.wrapper.packed_experts()
     except ValueError as error:
         raise NoCache(str(error)) from error
+    if packed.biased:
+        raise NoCache(f"layer {layer.layer_idx}: its experts have biases")
     if len(packed.held) != layer.num_experts:
         raise NoCache(f"layer {layer.layer_idx}: the CPU does not have all experts")
     return packed

@@ -59,6 +59,7 @@ class HybridLayer:
     change: what an adapter adds to the experts, hot ones included; it is merged while weights load,
     and ``adapted`` is True. zero_experts: the model has experts that copy their input (LongCat).
     The engines compute these, and pass their routes on with weight 0 to an expert with weights.
+    streams: the engine's kernels compute what these experts do, if they are streamed to the GPU.
 
     Raises OptionError if options do not fit the layer, ValueError if
     `kt_kernel.serving.preflight.prepare` has not selected the method, if biases cannot be read or
@@ -81,6 +82,7 @@ class HybridLayer:
         change: LayerChange | None = None,
         placement: Placement | None = None,
         zero_experts: bool = False,
+        streams: bool = True,
     ) -> None:
         if options.method == AUTO:
             raise ValueError(
@@ -118,7 +120,7 @@ class HybridLayer:
             sizes = num_experts, hidden_size, moe_intermediate_size
             self._merge = LayerMerge(f"layer {layer_idx}", change, *sizes)
         if not self._placement.all_hot:
-            self._check_features()
+            self._check_features(streams)
         self._slot_maps: dict[torch.device, torch.Tensor] = {}
         self._streaming: LayerStreaming | None = None
         self._streamed: _Streamed | None = None  # the last submit, if it was streamed
@@ -157,7 +159,7 @@ class HybridLayer:
             if self._merge is not None:
                 self._wrapper.change_weights(self._merge.merged)
 
-    def _check_features(self) -> None:
+    def _check_features(self, streams: bool) -> None:
         """Raises for an activation or biases that the options do not support."""
         place = f"layer {self.layer_idx}"
         if self._has_bias and self.options.weight_path is None:
@@ -166,10 +168,10 @@ class HybridLayer:
                 "--kt-weight-path"
             )
         tokens = self.options.given_threshold
-        if self.activation != SILU and tokens:
+        if tokens and not streams:
             raise OptionError(
                 f"--kt-gpu-prefill-token-threshold {tokens}: {place}: experts with "
-                f"{self.activation} cannot be streamed; remove it"
+                f"{self.activation} cannot be streamed in this engine; remove it"
             )
 
     @property
@@ -391,7 +393,7 @@ class HybridLayer:
     def start_streaming(self, model: ModelStreaming, packed: PackedExperts) -> None:
         """Batches from the threshold on are streamed from now on. packed: this layer's experts,
         registered with the device."""
-        self._streaming = LayerStreaming(model, self.wrapper, packed)
+        self._streaming = LayerStreaming(model, self.wrapper, packed, self.activation)
 
     def start_cache(self, cache: ModelCache, number: int, device: torch.device) -> None:
         """Experts move from now on. number: of this layer in the cache. Call it before the first

@@ -33,6 +33,7 @@ _NOT_PLAIN = (
 )
 # Model types whose router weights multiply the experts' input, without a setting for it.
 _ON_INPUT = ("llama4_text",)
+_WITH_LIMIT = ("gpt_oss",)  # which can be streamed
 
 
 def num_experts(config: Any) -> int:
@@ -106,13 +107,15 @@ def has_gate(config: Any) -> bool:
     return getattr(config, "mlp_hidden_act", None) != "relu2"  # of Nemotron-H
 
 
-def has_plain_silu(config: Any) -> bool:
-    """Whether the experts' activation is SiLU without a limit, the only one that can be streamed.
+def may_be_streamed(config: Any) -> bool:
+    """Whether an engine may compute streamed experts with this activation: SiLU without a limit,
+    or that of gpt-oss.
 
     True if the configuration does not tell. The start of streaming checks the layers themselves.
     """
-    if getattr(config, "model_type", None) in _ON_INPUT:
-        return False
+    model_type = getattr(config, "model_type", None)
+    if model_type in (*_ON_INPUT, *_WITH_LIMIT):
+        return model_type in _WITH_LIMIT
     names = {getattr(config, name, None) for name in _ACTIVATIONS}
     given = [getattr(config, name, None) for name in _NOT_PLAIN]
     # Of some settings, a list has a value for each layer.

@@ -24,12 +24,14 @@ from ..device.streaming.routes import divide_routes
 from ..device.streaming.streamer import ExpertStreamer, Group
 from ..device.streaming.timeline import LayerStamps, Timeline
 from ..device.tracer import tracer_of
+from ..moe.activation import ExpertActivation
 from ..moe.routing import need_padding, without_padding
+from .activations import SILU
 
 #: An engine's product of hidden states with some experts: (x [T, H], slots [T, k], weights [T, k],
-#: w13 [n, 2 I, H], w2 [n, H, I]) -> [T, H]. Routes with slot -1 have weight 0 and are skipped.
+#: their weights, what they compute) -> [T, H]. Routes with slot -1 have weight 0 and are skipped.
 Products = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, Group, ExpertActivation], torch.Tensor
 ]
 
 THRESHOLD_FLAG = "--kt-gpu-prefill-token-threshold"
@@ -133,10 +135,18 @@ class ModelStreaming:
 
 
 class LayerStreaming:
-    """The streaming of one layer. wrapper: its InferenceMoEWrapper."""
+    """The streaming of one layer. wrapper: its InferenceMoEWrapper. activation: what its experts
+    compute."""
 
-    def __init__(self, model: ModelStreaming, wrapper: Any, packed: PackedExperts) -> None:
+    def __init__(
+        self,
+        model: ModelStreaming,
+        wrapper: Any,
+        packed: PackedExperts,
+        activation: ExpertActivation = SILU,
+    ) -> None:
         self._model, self._wrapper, self._packed = model, wrapper, packed
+        self._activation = activation
         self._experts: int = wrapper.num_experts
         self._last: tuple[list[int], torch.Tensor | None] = [], None  # of `_places`
         self.counters = StreamCounters()
@@ -210,7 +220,9 @@ class LayerStreaming:
             )
             routes = slots.to(topk_ids.dtype), hot_weights
         self._count(x.shape[0], len(streamed), *left)
-        return StreamedBatch(model, routes, on_cpu, groups, divided.groups, stamps)
+        return StreamedBatch(
+            model, routes, on_cpu, groups, divided.groups, stamps, self._activation
+        )
 
     def _count(self, tokens: int, streamed: int, experts_left: int, routes_left: int) -> None:
         counters = self.counters
@@ -266,8 +278,10 @@ class StreamedBatch:
         groups: Iterator[Group],
         group_routes: list[tuple[torch.Tensor, torch.Tensor]],
         stamps: LayerStamps | None,
+        activation: ExpertActivation,
     ) -> None:
         """group_routes: slots and weights [T, k] for each of the groups."""
+        self._activation = activation
         self.routes, self.on_cpu = routes, on_cpu
         self._model, self._groups, self._stamps = model, groups, stamps
         self._group_routes = group_routes
@@ -276,7 +290,7 @@ class StreamedBatch:
         """hot plus the sum of the streamed experts [T, H], rounded once; None if both are empty."""
         total = hot
         for group, routes in zip(self._groups, self._group_routes, strict=True):
-            part = self._model.products(x, *routes, group.w13, group.w2)
+            part = self._model.products(x, *routes, group, self._activation)
             if total is None:
                 total = part
             elif total.dtype == torch.float32 and total is not hot:

@@ -22,9 +22,9 @@ from ..device.streaming.rates import (
     timed_on_cpu,
 )
 from ..device.streaming.streamer import ExpertStreamer
+from ..moe.activation import ExpertActivation
 from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind
-from .activations import SILU
 from .option_table import OptionError
 from .options import KTOptions
 from .streaming import THRESHOLD_FLAG, LayerStreaming, ModelStreaming, Products
@@ -44,6 +44,8 @@ class EngineSide:
 
     Attributes:
         products: its kernels.
+        interleaves: whether these take rows of gate and up in turn for experts that compute this;
+            None if they do not compute it.
         memory_left: bytes on a device that it has not taken yet.
         captured: tokens of the largest batch that it captures in CUDA graphs; 0: it captures none.
             Smaller ones are never streamed, or a batch that runs before its capture would not
@@ -53,6 +55,7 @@ class EngineSide:
     """
 
     products: Products
+    interleaves: Callable[[ExpertActivation], bool | None]
     memory_left: Callable[[torch.device], int]
     captured: int = 0
     largest: int | None = None
@@ -160,6 +163,7 @@ class _Start:
         except (ImportError, ValueError) as error:
             raise _NotStreamed(error) from error
         registered = self._register(there.backend)
+        biases = self._within_memory(self._load_biases)
         streamer = self._streamer(there.lane)
         first = self.layers[0]
         cold = first.placement.cold_experts
@@ -187,6 +191,9 @@ class _Start:
         model = ModelStreaming(streamer, there.lane, rates, begin, products, given)
         for layer, experts in zip(self.layers, self.packed, strict=True):
             layer.start_streaming(model, experts)
+        on_device = f"{shown_size(streamer.nbytes)} on the device"
+        if biases:
+            on_device += f", and {shown_size(biases)} with all biases,"
         why = f"measured; {THRESHOLD_FLAG} sets another number, 0 for never"
         if given:
             why = f"given; by the measured rates, streaming pays from {pays or 'no number'} on"
@@ -194,8 +201,7 @@ class _Start:
         return (
             f"kt: batches of {begin} tokens and more ({why}{graphs}) stream cold experts to "
             f"{self.device}: {shown_size(total)} registered in {registered:.1f} s, "
-            f"{shown_size(streamer.nbytes)} on the device for {streamer.room(self.packed[0])} "
-            f"experts at a time; {rates}"
+            f"{on_device} for {streamer.room(self.packed[0])} experts at a time; {rates}"
         )
 
     def _measured_from(
@@ -207,7 +213,7 @@ class _Start:
         host. See `Rates.pays_from` for what is streamed."""
         first = self.layers[0]
         model = ModelStreaming(streamer, lane, rates, 1, self.engine.products, traced=False)
-        streaming = LayerStreaming(model, first.wrapper, self.packed[0])
+        streaming = LayerStreaming(model, first.wrapper, self.packed[0], first.activation)
         cold, top_k = first.placement.cold_experts, first.wrapper.num_experts_per_tok
         here = set(cold)
         while pays <= min(_LARGEST, self.engine.largest or _LARGEST):
@@ -242,7 +248,7 @@ class _Start:
         # A CPU that is so slow that all experts are streamed.
         slow = Rates(0.0, ((1, 1.0),))
         model = ModelStreaming(streamer, lane, slow, 1, self.engine.products, traced=False)
-        streaming = LayerStreaming(model, first.wrapper, packed)
+        streaming = LayerStreaming(model, first.wrapper, packed, first.activation)
         routes = spread_routes(_TOKENS, first.wrapper.num_experts_per_tok, first.num_experts)
         once = measure_streaming(streaming, first, routes, self.dtype, self.device, lane.wait)
         return Rates(
@@ -267,10 +273,10 @@ class _Start:
                 f"batches do; {THRESHOLD_FLAG} N streams them all the same"
             )
         for layer in self.layers:
-            if layer.activation != SILU:
+            if self.engine.interleaves(layer.activation) is None:
                 raise _NotStreamed(
-                    f"layer {layer.layer_idx} has experts with {layer.activation}, and the "
-                    "engine's kernels compute streamed experts with plain SiLU only"
+                    f"layer {layer.layer_idx} has experts with {layer.activation}, which cannot "
+                    "be streamed in this engine"
                 )
 
     def _check_sizes(self) -> None:
@@ -299,6 +305,12 @@ class _Start:
         except RuntimeError as error:
             raise _NotStreamed(error, "raise the limit, or remove the option") from error
         return time.perf_counter() - began
+
+    def _load_biases(self) -> int:
+        """Takes them to the device, and decides the order of rows there. Returns their bytes."""
+        for layer, experts in zip(self.layers, self.packed, strict=True):
+            experts.interleaved = bool(self.engine.interleaves(layer.activation))
+        return sum(experts.load_biases(self.device) for experts in self.packed)
 
     def _streamer(self, lane: Any) -> ExpertStreamer:
         """Takes the memory on the device."""

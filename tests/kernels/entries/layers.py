@@ -156,6 +156,13 @@ def layer_cases(t: Things) -> dict[str, list[Case]]:
         "MoeLayer.positions": [Case(lambda: layer.positions)],
         "MoeLayer.has_column_orders": [Case(lambda: layer.has_column_orders)],
         "MoeLayer.has_biases": [Case(lambda: layer.has_biases)],
+        "MoeLayer.biases": [
+            Case(
+                layer.biases,
+                matrix=matrix,
+                dst=Array(np.ones((EXPERTS, INTER), np.float32), exact=True),
+            ),
+        ],
         "MoeLayer.packed_bytes": [Case(lambda: layer.packed_bytes)],
         "MoeLayer.stats": [Case(layer.stats)],
         "MoeLayer.set_timing": [Case(layer.set_timing, on=Flag(False))],

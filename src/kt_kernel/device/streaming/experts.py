@@ -8,10 +8,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...weights.formats import LayerForm
 from .unpack import PackedMatrix
+
+#: float32 [n, 2 I], in the order of the rows of gate and up, and [n, H].
+Biases = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,28 +65,42 @@ class Run:
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """Experts that are copied together. slots: in the order in which they lie in memory."""
+    """Experts that are copied together.
+
+    Attributes:
+        slots: in the order in which they lie in memory.
+        biases: theirs on the device, if they have some: see `PackedExperts.load_biases`.
+    """
 
     slots: list[int]
     runs: list[Run]
+    biases: Biases | None = None
 
 
 class PackedExperts:
     """The packed experts of one layer on the CPU.
 
     core: the compiled MoeLayer, which this object keeps alive; its weights are loaded and do not
-    change any more. Raises ValueError for weights that cannot be unpacked on a GPU, see
-    `why_not_streamed`.
+    change any more. Raises ValueError for weights that cannot be unpacked on a GPU: those whose
+    columns are stored in another order.
+
+    Attributes:
+        interleaved: whether rows of gate and up alternate on the device, from gate on.
     """
 
+    interleaved = False
+
     def __init__(self, core: Any, form: LayerForm, hidden: int, inter: int) -> None:
-        reason = why_not_streamed(core)
-        if reason is not None:
-            raise ValueError(f"these experts cannot be copied to a GPU: {reason}")
+        if core.has_column_orders:
+            raise ValueError(
+                "these experts cannot be copied to a GPU: their columns are stored in another "
+                "order (act-order)"
+            )
         self._core = core
         self._positions: list[int] = core.positions
         self._registered: Any = None
         self._grouped: tuple[list[int], int, list[SlotGroup]] | None = None
+        self._biases: Biases | None = None
         self.hidden, self.inter = hidden, inter
         self.parts = tuple(_part(part, form, hidden) for part in core.packed_parts())
 
@@ -111,6 +129,44 @@ class PackedExperts:
         if self._registered is not None:
             self._registered()
             self._registered = None
+
+    @property
+    def biased(self) -> bool:
+        """Whether some expert has a bias."""
+        return bool(self._core.has_biases)
+
+    def load_biases(self, device: torch.device) -> int:
+        """Copies the experts' biases, if they have some, to a device, where they stay. Returns
+        their bytes.
+
+        Set `interleaved` before.
+        """
+        if not self.biased:
+            return 0
+        gate, up, down = (
+            np.empty((len(self.held), rows), np.float32)
+            for rows in (self.inter, self.inter, self.hidden)
+        )
+        for matrix, values in enumerate((gate, up, down)):
+            self._core.biases(matrix, values)
+        both = np.stack((gate, up), 2 if self.interleaved else 1).reshape(len(gate), -1)
+        self._biases = torch.from_numpy(both).to(device), torch.from_numpy(down).to(device)
+        self._grouped = None
+        return int(both.nbytes + down.nbytes)
+
+    def _biases_of(self, slots: Sequence[int]) -> Biases | None:
+        """Those of a group."""
+        if self._biases is None:
+            return None
+        device = self._biases[0].device
+        # From pinned memory, or the host would wait for the device.
+        places = torch.tensor(
+            [self._positions[slot] for slot in slots],
+            device="cpu",
+            pin_memory=device.type == "cuda",
+        ).to(device, non_blocking=True)
+        both, down = (values.index_select(0, places) for values in self._biases)
+        return both, down
 
     @property
     def expert_bytes(self) -> int:
@@ -150,7 +206,9 @@ class PackedExperts:
         if self._grouped is None or self._grouped[:2] != (asked, room):
             slots = self.sorted(asked)
             parts = [slots[i : i + room] for i in range(0, len(slots), room)]
-            groups = [SlotGroup(part, list(self.runs(part))) for part in parts]
+            groups = [
+                SlotGroup(part, list(self.runs(part)), self._biases_of(part)) for part in parts
+            ]
             self._grouped = asked, room, groups
         return self._grouped[2]
 
@@ -158,7 +216,8 @@ class PackedExperts:
         """Starts unpacking a group of n experts on the current stream.
 
         staged: for each part, its bytes of the experts, uint8 [n or more, expert_bytes] on the
-        device. w13 [n, 2 I, H] receives gate's rows, then up's; w2 [n, H, I] down's.
+        device. w13 [n, 2 I, H] receives gate's rows, then up's, or both in turn if they are
+        `interleaved`; w2 [n, H, I] down's.
         """
         for number, out in enumerate(self.places(w13, w2)):
             part, which = divmod(number, 3)
@@ -167,25 +226,18 @@ class PackedExperts:
     def places(self, w13: torch.Tensor, w2: torch.Tensor) -> list[torch.Tensor]:
         """Where `unpack` puts gate, up and down of each part."""
         found: list[torch.Tensor] = []
+        gate, up = w13[:, : self.inter], w13[:, self.inter :]
+        if self.interleaved:
+            gate, up = w13[:, 0::2], w13[:, 1::2]
         for part in self.parts:
             begin, end = part.begin, part.begin + part.size
-            found += w13[:, begin:end], w13[:, self.inter + begin : self.inter + end]
-            found.append(w2[:, :, begin:end])
+            found += gate[:, begin:end], up[:, begin:end], w2[:, :, begin:end]
         return found
 
 
 def _unpin(backend: Any, parts: Sequence[PackedPart], *keep: Any) -> None:
     for part in parts:
         backend.unpin(part)
-
-
-def why_not_streamed(core: Any) -> str | None:
-    """Why a layer's experts cannot be unpacked on a GPU; None if they can."""
-    if core.has_column_orders:
-        return "their columns are stored in another order (act-order)"
-    if core.has_biases:
-        return "they have biases"
-    return None
 
 
 def _part(part: dict[str, Any], form: LayerForm, hidden: int) -> PackedPart:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...runtime.text import shown_size
-from .experts import PackedExperts, SlotGroup
+from .experts import Biases, PackedExperts, SlotGroup
 from .timeline import GroupStamps, LayerStamps
 
 _HALVES = 2
@@ -21,14 +21,17 @@ class Group:
 
     Attributes:
         slots: the experts; slot i has the weights w13[i] and w2[i].
-        w13: [n, 2 I, H], gate's rows and then up's. n is the room of a group, for every group:
-            engines compile and tune their kernels by it. Experts beyond `slots` are anything.
+        w13: [n, 2 I, H], gate's rows and then up's, or both in turn if they are interleaved. n is
+            the room of a group, for every group: engines compile and tune their kernels by it.
+            Experts beyond `slots` are anything.
         w2: [n, H, I].
+        biases: of the slots, for w13 and w2; None if there are none.
     """
 
     slots: Sequence[int]
     w13: torch.Tensor
     w2: torch.Tensor
+    biases: Biases | None = None
 
 
 class _Half:
@@ -120,7 +123,7 @@ class ExpertStreamer:
         """Unpacks groups one by one. halves: where the first of them were copied to."""
         for number, wanted in enumerate(groups):
             times = None if stamps is None else stamps.groups[number]
-            group = self._unpacked(layer, wanted.slots, halves[number], times)
+            group = self._unpacked(layer, wanted, halves[number], times)
             halves += [self._copy(layer, more, stamps) for more in groups[len(halves) :][:1]]
             try:
                 yield group
@@ -146,15 +149,16 @@ class ExpertStreamer:
         return half
 
     def _unpacked(
-        self, layer: PackedExperts, slots: Sequence[int], half: _Half, times: GroupStamps | None
+        self, layer: PackedExperts, wanted: SlotGroup, half: _Half, times: GroupStamps | None
     ) -> Group:
         """Unpacks a group that was copied to a half."""
-        lane, n, room = self._lane, len(slots), self.room(layer)
+        lane, n, room = self._lane, len(wanted.slots), self.room(layer)
         hidden, inter = layer.hidden, layer.inter
         w13, w2 = self._weights[: room * layer.expert_values].split(
             [2 * room * inter * hidden, room * hidden * inter]
         )
-        group = Group(slots, w13.view(room, 2 * inter, hidden), w2.view(room, hidden, inter))
+        w13, w2 = w13.view(room, 2 * inter, hidden), w2.view(room, hidden, inter)
+        group = Group(wanted.slots, w13, w2, wanted.biases)
         lane.delay_compute(self._used)
         if times is not None:
             times.wait = lane.stamp_compute()
