@@ -46,7 +46,9 @@ GPU; the cold experts of kt-moe round their inputs to bfloat16 on both. `0` is a
 
 CLASSES = """\
 Some experts hot, the rest cold, in 16 bits; or none hot, where the engine's kernels for the CPU
-compute no experts of the class. The control lacks the cold experts. \\* compared with
+compute no experts of the class. The control lacks the cold experts. Where rounding turns a route,
+one of the 24 tokens may be 1 or more away, and the mean 0.05 (Qwen3.5-MoE in vLLM 0.26, Sarvam in
+SGLang 0.5.17). \\* compared with
 the stock engine, which does not compute what transformers does. † in CUDA graphs. ‡ with routing,
 sparse attention, attention with sinks, residual streams, rotary embeddings or descriptions of
 batches by the test, because the engine has them on GPUs or on CPUs with AMX only, or in float32

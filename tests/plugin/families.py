@@ -65,7 +65,7 @@ FAMILIES = {
     ),
     "Glm4MoeForCausalLM": Family(GROUPS | dict(head_dim=32), {}, {}),
     "GptOssForCausalLM": Family(
-        dict(layer_types=["sliding_attention", "full_attention"]),
+        dict(layer_types=["sliding_attention", "full_attention"], swiglu_limit=7.0),
         {},
         TRITON | overriding(dtype=None),
     ),

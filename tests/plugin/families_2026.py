@@ -212,8 +212,7 @@ FAMILIES_2026: dict[str, Family] = {
             linear_head_dim=128,
             rope_parameters=ROPE,
         ),
-        gpu=("sglang",),
-        untried=("vllm",),
+        gpu=("vllm", "sglang"),
         by_stock=("sglang",),
         renamed={"layers.0.block_sparse_moe.": "layers.0.mlp."},
         replaced=dict(

@@ -34,6 +34,7 @@ LING = dict(
     head_dim=32,
     num_experts=EXPERTS,
 )
+LING_WIDE = dict(rotary_dim=64)  # of GLM-4's heads, half
 BIASED = dict(num_shared_experts=1, score_function="sigmoid", moe_router_enable_expert_bias=True)
 # Of Mistral's own files, by the names of DeepSeek-V2. The order matters.
 MISTRAL_NAMES = {
@@ -72,6 +73,7 @@ LING_1 = Family(
     replaced=LING | dict(rotary_dim=32, num_shared_experts=0, first_k_dense_replace=0),
     renamed=LING_NAMES,
     joined=QUERY_KEY_VALUE,
+    wide=dict(rotary_dim=128),
 )
 
 ALIKE: dict[str, Family] = {
@@ -81,6 +83,7 @@ ALIKE: dict[str, Family] = {
         GROUPS | dict(use_qk_norm=True),
         {},
         {},
+        wide=LING_WIDE,
         by_stock=("sglang",),  # it leaves routed_scaling_factor to its kernels for GPUs
         like="Glm4MoeForCausalLM",
         replaced=LING | BIASED,
@@ -92,6 +95,7 @@ ALIKE: dict[str, Family] = {
         | dict(use_qk_norm=True, first_k_dense_replace=1, routed_scaling_factor=1.0),  # see above
         {},
         {},
+        wide=LING_WIDE,
         like="Glm4MoeForCausalLM",
         replaced=LING | BIASED,
         renamed=LING_NAMES,
@@ -107,6 +111,7 @@ ALIKE: dict[str, Family] = {
     "Param2MoEForCausalLM": Family(
         GROUPS | dict(use_qk_norm=True, partial_rotary_factor=1.0),
         {"hf_overrides": dict(rope_theta=10000.0, rope_scaling=None)},
+        wide=LING_WIDE,
         like="Glm4MoeForCausalLM",
         replaced=LING | BIASED,
         renamed=LING_NAMES,
@@ -116,6 +121,7 @@ ALIKE: dict[str, Family] = {
     "DeepseekForCausalLM": Family(
         dict(shared_intermediate_size=64, attention_multiplier=32**-0.5),
         {},
+        wide=dict(shared_intermediate_size=256, attention_multiplier=128**-0.5),
         like="GraniteMoeSharedForCausalLM",
         replaced=dict(
             n_routed_experts=EXPERTS,

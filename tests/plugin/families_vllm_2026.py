@@ -186,6 +186,7 @@ VLLM_2026: dict[str, Family] = {
         ),
         {},
         settings="GraniteMoeSharedConfig",
+        wide=dict(attention_multiplier=128**-0.5),
         replaced=dict(
             model_type="step3_text",
             num_local_experts=None,

@@ -55,7 +55,7 @@ def make(name: str, path: Path, seed: int = 0, **changed: Any) -> Path:
     if family.inside:  # what stands for images and the like never follows in a text
         getattr(model, "thinker", model).get_output_embeddings().weight.data[VOCABULARY:] = 0
     model.to(torch.bfloat16).save_pretrained(path)
-    _as_published(name, family, path)
+    _as_published(name, family, path, changed)
     if family.tokenizer:
         words = Tokenizer(WordLevel({str(i): i for i in range(VOCABULARY)}, "0"))
         transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
@@ -73,7 +73,8 @@ def _class_of(name: str) -> Any:
     return getattr(reference_models, name, None) or getattr(transformers, name)
 
 
-def _as_published(name: str, family: Family, path: Path) -> None:
+def _as_published(name: str, family: Family, path: Path, changed: dict[str, Any]) -> None:
+    """changed: as in `make`; these settings also change where the published form sets them."""
     if family.replaced or family.repeated or family.dropped or family.renamed or family.wrapped:
         shutil.copytree(path, whole_of(path))
     file = path / "config.json"
@@ -84,7 +85,11 @@ def _as_published(name: str, family: Family, path: Path) -> None:
         part = written
         for inner in family.inside:
             part = part[inner]
-        part |= family.replaced | {key: part[same] for key, same in family.repeated.items()}
+        replaced = {
+            key: value if value is None else changed.get(key, value)
+            for key, value in family.replaced.items()
+        }
+        part |= replaced | {key: part[same] for key, same in family.repeated.items()}
         for key in [key for key, value in family.replaced.items() if value is None]:
             del part[key]
         if family.text_only:

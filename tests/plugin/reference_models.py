@@ -127,9 +127,11 @@ class Gemma4UnifiedForConditionalGeneration(transformers.Gemma4UnifiedForConditi
         self.post_init()
 
 
-class NemotronH_Omni_Reasoning_V3(transformers.NemotronH_Omni_Reasoning_V3):
-    def get_output_embeddings(self) -> nn.Module:
-        return self.language_model.get_output_embeddings()
+if hasattr(transformers, "NemotronH_Omni_Reasoning_V3"):  # from 5.19 on
+
+    class NemotronH_Omni_Reasoning_V3(transformers.NemotronH_Omni_Reasoning_V3):
+        def get_output_embeddings(self) -> nn.Module:
+            return self.language_model.get_output_embeddings()
 
 
 def situ(gate: torch.Tensor, up: torch.Tensor, config: Any) -> torch.Tensor:
