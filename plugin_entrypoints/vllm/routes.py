@@ -98,7 +98,7 @@ def products(
     """
     experts = len(group.w13)
     ids = slots.masked_fill(slots < 0, experts)
-    name = MoEActivation.SWIGLUOAI if activation == GPT_OSS else MoEActivation.SILU
+    name = MoEActivation("swigluoai" if activation == GPT_OSS else "silu")
     return fused_moe.fused_experts(
         x.contiguous(),
         group.w13,
