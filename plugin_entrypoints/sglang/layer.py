@@ -111,8 +111,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
     ) -> None:
         """Allocates the hot experts on the engine's device and the cold layer on the CPU."""
         runner = layer.moe_runner_config
-        fused = layer.num_fused_shared_experts  # numbered after the routed ones
+        fused = layer.num_fused_shared_experts
         routed = num_experts - fused
+        self.shared = range(routed, num_experts)  # numbers of the fused ones
         placement = self.config.model.placement_of(self.config.layer_idx, routed)
         place = f"layer {self.config.layer_idx}"
         EXPERT_CONFIG.check(vars(runner), place)
@@ -183,7 +184,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
             if unchanged:
                 original(param, loaded_weight, weight_name, shard_id, expert_id)
                 # Some formats are loaded as whole tensors.
-                experts = range(hybrid.num_experts) if expert_id is None else [expert_id]
+                experts = range(self.shared.stop) if expert_id is None else [expert_id]
                 parts = [matrices[shard_id]] if shard_id in matrices else matrices.values()
                 for which in parts:
                     self.delivery.add(parameter_name(layer, param), experts, which)
@@ -196,8 +197,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 )
             hybrid.refuse_reload(place)
             all_hot, which = hybrid.placement.all_hot, matrices[shard_id]
-            if all_hot and expert_id >= hybrid.num_experts:  # a shared expert
+            if expert_id in self.shared:
                 original(param, loaded_weight, weight_name, shard_id, expert_id)
+                self.delivery.add(parameter_name(layer, param), [expert_id], which)
                 return
             slot = hybrid.slot_of(expert_id)
             if slot < 0:
@@ -227,7 +229,8 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         if slots and options.reads_hot and self.hybrid.hot is None:
             hold_dense(layer, self.hybrid)
         if self.hybrid.hot is None:
-            self.delivery.check_complete(loaded_parameters(layer), placement.hot_experts)
+            tensors = loaded_parameters(layer)
+            self.delivery.check_complete(tensors, placement.hot_experts, self.shared)
         self.hybrid.finish_loading()
         if slots:  # SGLang cannot repack an empty weight
             self.gpu_method.process_weights_after_loading(layer)

@@ -62,6 +62,21 @@ def test_what_is_optional_is_whole_or_absent(tensor: str) -> None:
     delivery.check_complete([tensor], range(2))
 
 
+def test_shared_experts_in_the_same_tensors() -> None:
+    delivery = HotDelivery("layer 0", "SGLang", GATED)
+    parts = ("w13_weight", "gate"), ("w13_weight", "up"), ("w2_weight", "down")
+    for tensor, which in parts:
+        delivery.add(tensor, range(4), which)
+    for tensor, which in parts:
+        delivery.check_complete(DENSE, range(4))
+        with pytest.raises(ValueError) as caught:
+            delivery.check_complete(DENSE, range(4), [4])
+        begin = "layer 0: SGLang did not load weights of hot experts (from 4 on, shared ones): 4 ("
+        assert str(caught.value).startswith(begin) and f"{which} of {tensor}" in str(caught.value)
+        delivery.add(tensor, [4], which)
+    delivery.check_complete(DENSE, range(4), [4])
+
+
 def test_experts_that_lack_the_same_stand_together() -> None:
     """None was delivered, as by a loader that knows no experts."""
     delivery = HotDelivery("layer 0", "SGLang", GATED)

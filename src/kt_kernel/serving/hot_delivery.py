@@ -35,24 +35,32 @@ class HotDelivery:
         experts."""
         self._arrived.setdefault(tensor, set()).update((expert, which) for expert in experts)
 
-    def check_complete(self, tensors: Iterable[str], experts: Sequence[int]) -> None:
-        """Raises ValueError that names what did not arrive. tensors: all that the engine's loader
-        has to fill; names other than "w13_…" and "w2_…" are not those of experts."""
+    def check_complete(
+        self, tensors: Iterable[str], experts: Sequence[int], shared: Sequence[int] = ()
+    ) -> None:
+        """Raises ValueError that names what did not arrive.
+
+        tensors: all that the engine's loader has to fill; names other than "w13_…" and "w2_…" are
+        not those of experts. shared: numbers of the shared experts in the same tensors, after those
+        of all routed ones.
+        """
         missing: dict[int, list[str]] = {}
         for tensor in tensors:
             stem, _, part = tensor.partition("_")
             arrived = self._arrived.get(tensor, ())
             if stem not in ("w13", "w2") or (not arrived and _OPTIONAL.search(part)):
                 continue
-            for expert in experts:
+            for expert in (*experts, *shared):
                 missing.setdefault(expert, []).extend(
                     f"{which} of {tensor}"
                     for which in self._matrices
                     if (which == "down") == (stem == "w2") and (expert, which) not in arrived
                 )
         if problem := lacking(missing):
+            fused = f" (from {shared[0]} on, shared ones)" if shared else ""
             raise ValueError(
-                f"{self._place}: {self._engine} did not load weights of hot experts: {problem}. "
-                "The checkpoint lacks them, or the loader of this model class leaves them out; "
-                "with --kt-weight-path and --kt-num-gpu-experts 0, kt-moe reads all experts itself"
+                f"{self._place}: {self._engine} did not load weights of hot experts{fused}: "
+                f"{problem}. The checkpoint lacks them, or the loader of this model class leaves "
+                "them out; with --kt-weight-path and --kt-num-gpu-experts 0, kt-moe reads all "
+                "experts itself"
             )
