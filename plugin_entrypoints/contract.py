@@ -77,7 +77,8 @@ class Refusal:
     """A value of the engine's configuration that the hybrid layer does not support.
 
     Attributes:
-        path: attributes from the configuration object on, separated by dots.
+        path: attributes from the configuration object on, separated by dots. A part of it that is
+            None has no further attributes: None is then the value.
         accepted: the values that are supported. An enumeration's member counts as its value.
         reason: why others are not, as a clause.
         flag: the command-line flag, if it is not named after the last attribute; or, if there is
@@ -103,6 +104,8 @@ class Refusal:
         """Raises OptionError, one line, if the value is not accepted or cannot be found."""
         value = configuration
         for name in self.path.split("."):
+            if value is None:
+                break
             value = getattr(value, name, _ABSENT)
             if value is _ABSENT:
                 raise OptionError(

@@ -220,6 +220,7 @@ REFUSED_SPECULATION = (
         ("none", None),
         "expert-parallel dispatch does not support CPU experts",
     ),
+    Refusal("speculative_draft_load_format", (None, *LOAD_FORMATS), _ONE_BY_ONE),
 )
 # Checked if some experts are cold.
 BESIDE_COLD = (

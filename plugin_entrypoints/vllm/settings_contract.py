@@ -5,6 +5,7 @@ from ..contract import Refusal
 
 _TOGETHER = "not supported with kt options yet"
 _PLACES = "both settings decide where weights are kept"
+_ONE_BY_ONE = "cold experts need their weights one by one"
 
 # Checked on the finished configuration.
 REFUSED = (
@@ -38,7 +39,7 @@ REFUSED = (
     Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
     Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
-    Refusal("load_config.load_format", LOAD_FORMATS, "cold experts need their weights one by one"),
+    Refusal("load_config.load_format", LOAD_FORMATS, _ONE_BY_ONE),
 )
 # Checked with more than one rank. With one, vLLM ignores the flag, which published commands have.
 REFUSED_WITH_RANKS = (Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),)
@@ -49,6 +50,12 @@ REFUSED_SPECULATION = (
         ("ngram", "eagle", "eagle3", "mtp"),
         "this method of speculative decoding is not supported with kt options",
         "--speculative-config",
+    ),
+    Refusal(
+        "speculative_config.draft_load_config.load_format",
+        (None, *LOAD_FORMATS),  # None: that of the served model
+        _ONE_BY_ONE,
+        "--speculative-config draft_load_config.load_format",
     ),
 )
 # Classes whose loaders write experts to vLLM's tensors by themselves, and not by the callback that

@@ -304,6 +304,10 @@ def check_arguments_that_need_more() -> None:
         with decided(server_args, speculative_algorithm="EAGLE") as arguments:
             line = "--speculative-moe-runner-backend flashinfer_cutlass: the kernel of"
             assert refusal(arguments).startswith(line), refusal(arguments)
+    draft = {"speculative_algorithm": "EAGLE", "speculative_draft_load_format": "dummy"}
+    with decided(server_args, **draft) as arguments:
+        line = "--speculative-draft-load-format dummy: cold experts need their weights one by one"
+        assert refusal(arguments).startswith(line), refusal(arguments)
     for algorithm in ("NGRAM", "EAGLE"):
         with decided(server_args, speculative_algorithm=algorithm) as arguments:
             assert refusal(arguments) == ""

@@ -159,6 +159,8 @@ def test_entries_hold_for_versions(
         ("gamma", (None,), ""),
         ("size", (1,), "--size 3: it cannot be; accepted: 1"),
         ("size.real", (3,), ""),
+        ("gamma.delta", (None, 1), ""),  # a part that was not given
+        ("gamma.delta", (1,), "--delta: it cannot be; accepted: 1"),
         ("delta", (None,), "JSON has no delta, which kt-moe must check before it starts; install"),
         ("beta.delta", (None,), "JSON has no beta.delta, which kt-moe must check"),
     ],

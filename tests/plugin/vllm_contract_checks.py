@@ -148,7 +148,8 @@ def check_configurations() -> None:
             line = "--enable-expert-parallel: not supported with"
             assert error_of(refuse, made, some).startswith(line)
     for method in ("ngram", "mtp", "eagle", "eagle3"):
-        with changed(made, "speculative_config", SimpleNamespace(method=method)):
+        speculative = SimpleNamespace(method=method, draft_load_config=None)
+        with changed(made, "speculative_config", speculative):
             assert error_of(refuse, made, some) == ""
     with changed(made, "model_config.quantization", "fp8"):
         found = error_of(refuse, made, KTOptions())
@@ -163,6 +164,20 @@ def check_configurations() -> None:
     object.__setattr__(parallel, "data_parallel_size", 2)
     (entry,) = (one for one in CONTRACT.refusals if "use_sequence_parallel_moe" in one.path)
     assert f"{entry.named}: " in error_of(entry.check, made, "vLLM")
+
+
+def check_how_a_draft_model_is_loaded() -> None:
+    """As the served one: weights that do not come from files are refused."""
+    given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    for form in ("dummy", "sharded_state", *LOAD_FORMATS):
+        speculative = given | {"draft_load_config": {"load_format": form}}
+        made = engine_config(speculative_config=speculative)
+        found = error_of(options.prepared, made, KTOptions(num_gpu_experts=4))
+        if form in LOAD_FORMATS:
+            assert found == "", found
+            continue
+        line = f"--speculative-config draft_load_config.load_format {form}: cold experts need their"
+        assert found.startswith(line) and "; accepted: auto, hf, " in found, found
 
 
 def check_an_empty_quantization_config() -> None:

@@ -13,6 +13,7 @@ if __name__ == "__main__":
     contract.check_a_wrong_value_ends_the_command_line()
     contract.check_the_table()
     contract.check_configurations()
+    contract.check_how_a_draft_model_is_loaded()
     contract.check_an_empty_quantization_config()
     contract.check_layers_are_refused()
     contract.check_other_experts()
