@@ -45,9 +45,36 @@ def test_names_of_the_number_of_experts(name: str) -> None:
     images."""
     assert num_experts(SimpleNamespace(**{name: 48})) == 48
     assert num_experts(SimpleNamespace(**{name: [48, 48]})) == 48
-    for numbers in ([], [48, 64], [None, None]):
+    for numbers in ([], 0, None, [None, None]):
         with pytest.raises(OptionError, match="its configuration has no number of experts"):
             num_experts(SimpleNamespace(**{name: numbers}))
+
+
+PUZZLE = [{"block_type": "moe", "n_routed_experts": n} for n in (8, 64, 9)] + [{}]
+
+
+@pytest.mark.parametrize(
+    ("config", "found"),
+    [
+        (
+            transformers.DbrxConfig(ffn_config={"moe_num_experts": 16}),
+            "ffn_config.moe_num_experts 16",
+        ),
+        (SimpleNamespace(ffn_config={"moe_num_experts": 16}), "ffn_config.moe_num_experts 16"),
+        (SimpleNamespace(block_configs=PUZZLE), "block_configs.n_routed_experts 8-9,64"),
+        (SimpleNamespace(moe_num_experts=[48, 64]), "moe_num_experts 48,64"),
+    ],
+)
+def test_other_numbers_of_experts(config: Any, found: str) -> None:
+    """In a part of the configuration, or not one for the whole model. No such class is served."""
+    config.architectures = ["SomeForCausalLM"]
+    with pytest.raises(OptionError) as caught:
+        num_experts(config)
+    assert str(caught.value) == (
+        "model class SomeForCausalLM is not supported: kt-moe reads one number of experts for the "
+        "whole model (num_experts, n_routed_experts, num_local_experts, moe_num_experts), and this "
+        f"configuration has {found}"
+    )
 
 
 @pytest.mark.parametrize("name", ["moe_latent_size", "routed_expert_hidden_size"])

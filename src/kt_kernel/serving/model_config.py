@@ -6,6 +6,7 @@ from typing import Any
 
 from ..routes.model import RoutedModel
 from ..runtime.nested import NUMBERS_OF_EXPERTS
+from ..runtime.text import ranges
 from .option_table import OptionError
 
 # Model types whose configuration says nothing of dense layers, because they have none.
@@ -45,13 +46,43 @@ def num_experts(config: Any) -> int:
             counts = counts[0]
         if isinstance(counts, int) and counts > 0:
             return counts
-    classes = getattr(config, "architectures", None)
-    if not isinstance(classes, list) or not classes:
-        classes = [str(getattr(config, "model_type", None) or type(config).__name__)]
+    names = ", ".join(NUMBERS_OF_EXPERTS)
+    if others := _other_numbers(config):
+        raise OptionError(
+            f"model class {_class_of(config)} is not supported: kt-moe reads one number of experts "
+            f"for the whole model ({names}), and this configuration has {others}"
+        )
     raise OptionError(
-        f"model class {', '.join(classes)}: its configuration has no number of experts "
-        f"({', '.join(NUMBERS_OF_EXPERTS)}); kt-moe is for Mixture-of-Experts models"
+        f"model class {_class_of(config)}: its configuration has no number of experts ({names}); "
+        "kt-moe is for Mixture-of-Experts models"
     )
+
+
+def _other_numbers(config: Any) -> str:
+    """Numbers of experts, by name, that are not one for the whole model: in a part of the
+    configuration, as DBRX's, or one for each block, as those of Puzzle models."""
+    found: dict[str, set[int]] = {}
+    for part, value in vars(config).items():
+        for one in value if isinstance(value, list) else [value]:
+            inner = getattr(one, "__dict__", one)
+            start, content = (f"{part}.", inner) if isinstance(inner, dict) else ("", {part: one})
+            for name in NUMBERS_OF_EXPERTS:
+                count = content.get(name)
+                if isinstance(count, int) and count > 0:
+                    found.setdefault(start + name, set()).add(count)
+    return ", ".join(f"{name} {ranges(sorted(counts))}" for name, counts in found.items())
+
+
+def model_classes(config: Any) -> list[str]:
+    """Names of the model's class; none if the configuration does not tell."""
+    names = getattr(config, "architectures", None)
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _class_of(config: Any) -> str:
+    """For messages."""
+    kind = getattr(config, "model_type", None) or type(config).__name__
+    return ", ".join(model_classes(config)) or str(kind)
 
 
 def moe_layers(config: Any) -> list[int]:
