@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kt_kernel.routes.statistics import ExpertStatistics
 from kt_kernel.serving.budget import hot_expert_bytes
 from kt_kernel.serving.hot_packed import GroupedHot, RowHot
-from kt_kernel.serving.hot_weights import HotShape
+from kt_kernel.serving.hot_weights import DenseHot, HotShape
 from kt_kernel.serving.model_config import routed_model
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
@@ -80,6 +81,43 @@ def test_bytes_of_packed_experts(method: str, form: WeightForm | None, ranks: in
     options = KTOptions(method=method, num_gpu_experts=5, hot_format="packed")
     checkpoint = None if form is None else checkpoint_of(form)
     assert 5 * hot_expert_bytes(options, H, INTER // ranks, 2, checkpoint) == tensors.nbytes
+
+
+def test_bytes_of_biases(tmp_path: Path) -> None:
+    """Of gpt-oss: float32, as SGLang holds them."""
+    stacks = {"gate_up_proj": (E, H, 2 * INTER), "down_proj": (E, INTER, H)}
+    tensors = {name: torch.zeros(size) for name, size in stacks.items()}
+    tensors |= {f"{name}_bias": torch.zeros(E, size[2]) for name, size in stacks.items()}
+    named = {
+        f"model.layers.{layer}.mlp.experts.{name}": tensor.bfloat16()
+        for name, tensor in tensors.items()
+        for layer in range(3)
+    }
+    save_file(named, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt_oss"}')
+    config = SimpleNamespace(
+        model_type="gpt_oss",
+        num_hidden_layers=3,
+        num_local_experts=E,
+        num_experts_per_tok=2,
+        hidden_size=H,
+        intermediate_size=INTER,
+    )
+    for ranks in (1, 2):
+        shape, part = HotShape(5, H, INTER, 0, ranks), INTER // ranks
+        hot = DenseHot(
+            "layer 0",
+            shape,
+            torch.zeros(5, 2 * part, H, dtype=torch.bfloat16),
+            torch.zeros(5, H, part, dtype=torch.bfloat16),
+            b13=torch.zeros(5, 2 * part),
+            b2=torch.zeros(5, H),
+        )
+        assert hot.nbytes == 5 * (3 * H * part * 2 + (2 * part + H) * 4)
+        served = ServedModel(str(tmp_path), ranks=ranks, own_loading=True)
+        for memory, count in ((3 * hot.nbytes, 5), (3 * hot.nbytes - 1, 4)):
+            options = prepare(KTOptions(gpu_experts_memory=memory), config, served)
+            assert plan_placement(options, config).of(0).num_hot == count, ranks
 
 
 @pytest.mark.parametrize(

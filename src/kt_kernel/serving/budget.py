@@ -7,6 +7,7 @@ from typing import Any
 
 from ..checkpoint import Checkpoint
 from ..runtime.text import shown_size
+from ..weights.expert_tensors import BIASES
 from ..weights.formats import BLOCK_SIZE, INT4_ZERO, INT8_ROW
 from ..weights.methods import get_method
 from .model_config import described_layers, expert_sizes, num_experts
@@ -15,6 +16,7 @@ from .options import KTOptions
 
 FLAG = "--kt-gpu-experts-memory"
 _MATRICES = 3  # gate, up, down
+_BIAS_BYTES = 4  # in SGLang; vLLM's have the type of the weights
 
 
 def hot_expert_bytes(
@@ -38,7 +40,10 @@ def hot_expert_bytes(
         return weights * (0.5 + (value_bytes + zeros) / _group_size(options, checkpoint))
     if options.hot_format == ENGINE and checkpoint is not None and _holds_fp8(checkpoint):
         return weights * (1 + 4 / BLOCK_SIZE**2)
-    return weights * value_bytes
+    size = weights * value_bytes
+    if options.hot_format != ENGINE and checkpoint is not None and _have_biases(checkpoint):
+        size += (2 * inter + hidden) * _BIAS_BYTES
+    return size
 
 
 def with_ratio(
@@ -89,6 +94,12 @@ def _group_size(options: KTOptions, checkpoint: Checkpoint | None) -> int:
     with checkpoint.each_expert(layer, *checkpoint.sizes(layer), (), options.method) as stream:
         assert stream.form is not None
         return min(form.group_size for form in stream.form)
+
+
+def _have_biases(checkpoint: Checkpoint) -> bool:
+    layer = checkpoint.layers()[0]
+    with checkpoint.each_expert(layer, *checkpoint.sizes(layer), ()) as stream:
+        return not {*BIASES}.isdisjoint(stream.fields)
 
 
 def _holds_fp8(checkpoint: Checkpoint) -> bool:

@@ -178,7 +178,8 @@ class DenseHot(HotWeights):
 
     @property
     def nbytes(self) -> int:
-        return self._w13.nbytes + self._w2.nbytes
+        parts = (self._w13, self._w2, self._b13, self._b2)
+        return sum(part.nbytes for part in parts if part is not None)
 
 
 def read_hot(
