@@ -8,6 +8,7 @@ from kt_kernel.runtime.gpu import gpu_memory_from_outside
 from kt_kernel.runtime.variant import kernel_kind
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.own_loading import loads_in_its_own_way
 from kt_kernel.serving.tuned import Start
 
 from ..common import refuse_class, refuse_streaming, warn_of_trace
@@ -21,9 +22,6 @@ _DENSE_LLAMA = (
     "queries and keys in another order; serve the text-only model with "
     """--json-model-override-args '{"architectures": ["Llama4ForConditionalGeneration"]}'"""
 )
-# Classes whose loaders deliver the experts of 16-bit checkpoints in stacks. kt-moe reads all of
-# these.
-_OWN_LOADING = frozenset(("GptOssForCausalLM",))
 # Model classes whose experts SGLang computes apart from their layers if there are several ranks.
 _ONE_RANK = ("BeamForCausalLM",)
 _CHECKED_KEY = "_kt_checked"  # the server arguments were checked against the options
@@ -97,7 +95,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         arguments.enable_deterministic_inference,
         _start(arguments, model_config),
         model_config.hf_config,
-        own_loading=not _OWN_LOADING.isdisjoint(classes),
+        own_loading=loads_in_its_own_way(CONTRACT.package, classes),
     )
     return prepare(options, model_config.hf_text_config, served, _logger)
 

@@ -11,11 +11,12 @@ from typing import Any
 from kt_kernel.runtime.gpu import gpu_memory_from_outside
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.own_loading import loads_in_its_own_way
 from kt_kernel.serving.tuned import Start
 
 from ..common import choose, refuse_class, refuse_streaming
 from .contract import CONTRACT
-from .settings_contract import OWN_LOADING, REFUSED_SPECULATION, REFUSED_WITH_RANKS
+from .settings_contract import REFUSED_SPECULATION, REFUSED_WITH_RANKS
 
 CONFIG_KEY = "kt"
 
@@ -88,7 +89,7 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
         model.dtype.itemsize,
         start=_start(config),
         whole=model.hf_config,
-        own_loading=not OWN_LOADING.isdisjoint(classes),
+        own_loading=loads_in_its_own_way(CONTRACT.package, classes),
     )
     return prepare(options, model.hf_text_config, served, logger)
 

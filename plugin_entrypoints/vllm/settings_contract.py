@@ -58,8 +58,3 @@ REFUSED_SPECULATION = (
         "--speculative-config draft_load_config.load_format",
     ),
 )
-# Classes whose loaders write experts to vLLM's tensors by themselves, and not by the callback that
-# cold experts take. kt-moe reads all experts of these.
-OWN_LOADING = frozenset(
-    ("GptOssForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration")
-)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from outcome import failed
+from safetensors.torch import load_file, save_file
 
 import kt_kernel
 from kt_kernel.checkpoint.safetensors.families import FAMILIES
@@ -23,6 +24,7 @@ from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.serving.tuned import Start
 from kt_kernel.tuning import cpu, disturbance, plan, run, shape, small_engine
+from kt_kernel.tuning.arguments import OVERRIDES_FLAG
 from kt_kernel.tuning.rates import CpuRates, GpuRates, HostRates
 from kt_kernel.tuning.shape import as_config, shape_of
 
@@ -172,6 +174,49 @@ def test_on_several_gpus(kt: Any, gpu: None, tmp_path: Path) -> None:
     out = kt(*given, "--no-save")[1]
     assert out.count("Not in the predictions: --tensor-parallel-size 2 (") == 1
     assert "); -sc (a step gives one token" in out
+
+
+def test_experts_that_an_engine_loads_in_its_own_way(kt: Any, gpu: None, tmp_path: Path) -> None:
+    """As many are hot as fit in 16 bits, as the server holds them, and not in the model's FP8."""
+    write_fp8(tmp_path / "model")
+    weights = 3 * CONTENT["hidden_size"] * CONTENT["moe_intermediate_size"]
+    given = "tune", tmp_path / "model", *SMALL, "--gpu-memory", "4200MB", "--no-save", "--json"
+    scales = 4 / 128**2
+    for name, engine, each in (
+        ("Qwen3MoeForCausalLM", "vllm", 1 + scales),
+        ("InklingForCausalLM", "vllm", 2),
+        ("InklingForConditionalGeneration", "vllm", 2),
+        ("InklingForCausalLM", "sglang", 1 + scales),
+        ("GptOssForCausalLM", "vllm", 2),
+        ("GptOssForCausalLM", "sglang", 2),
+    ):
+        changes = json.dumps({"architectures": [name]})
+        more = "--engine-args", shlex.join([OVERRIDES_FLAG[engine], changes]), "--engine", engine
+        code, out, err = kt(*given, *more)
+        assert code == 0, err
+        found = json.loads(out)
+        bytes_of = {row["num_gpu_experts"]: row["gpu_bytes"] for row in found["candidates"]}
+        assert bytes_of[2] == 2 * CONTENT["num_hidden_layers"] * weights * each, (name, engine)
+        result = kt(*given, *more, "--hot-format", "engine")
+        assert (result[0] == 0) == (each != 2), result
+        if each == 2:
+            line = "--kt-hot-format engine: the engine loads the experts of this class in its own"
+            failed(result, 1, line)
+
+
+def write_fp8(folder: Path) -> None:
+    """The demo model with experts in FP8, with scales of blocks."""
+    folder.mkdir()
+    tensors = load_file(DEMO_MODEL / "model.safetensors")
+    for name, tensor in list(tensors.items()):
+        if ".experts." in name:
+            rows, columns = (-(-size // 128) for size in tensor.shape)
+            tensors[name] = tensor.to(torch.float8_e4m3fn)
+            tensors[f"{name}_scale_inv"] = torch.ones(rows, columns)
+    save_file(tensors, folder / "model.safetensors")
+    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    content = CONTENT | {"quantization_config": quantised}
+    (folder / "config.json").write_text(json.dumps(content))
 
 
 def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,9 +20,10 @@ from ..serving.budget import hot_expert_bytes
 from ..serving.class_check import from_hub, read_config
 from ..serving.hot_format import decide_hot_format
 from ..serving.hub_headers import HeadersOnly
-from ..serving.model_config import routed_model, size_of
+from ..serving.model_config import model_classes, routed_model, size_of
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
+from ..serving.own_loading import loads_in_its_own_way
 from ..serving.streaming_start import DEFAULT_MEMORY
 from ..serving.tuned import quantisation_of
 from ..weights.formats import LayerForm
@@ -196,7 +197,12 @@ def room_for(shape: Shape, memory: float, context: int, streams: int) -> Room:
 
 
 def hot_choices(
-    tuned: Tuned, method: str, room: Room | None, hot_format: str, statistics: str | None
+    tuned: Tuned,
+    engine: str,
+    method: str,
+    room: Room | None,
+    hot_format: str,
+    statistics: str | None,
 ) -> list[HotChoice]:
     """Numbers of hot experts to compare, up to the largest that fits.
 
@@ -204,12 +210,14 @@ def hot_choices(
 
     Raises:
         ValueError: statistics of another model.
+        OptionError: the engine, the model or the method has no such hot experts.
     """
     shape = tuned.shape
     if room is None:
         return [HotChoice(0, _load(tuned, 0, statistics), "auto", 0.0, 0.0)]
     options = KTOptions(method=method, num_gpu_experts=1, hot_format=hot_format)
-    decided = decide_hot_format(options, tuned.quantisation, "cuda", tuned.checkpoint)
+    own_loading = loads_in_its_own_way(engine, model_classes(tuned.config))
+    decided = decide_hot_format(options, tuned.quantisation, "cuda", tuned.checkpoint, own_loading)
     size = hot_expert_bytes(decided, shape.hidden, shape.inter, shape.value_bytes, tuned.checkpoint)
     layers = len(shape.moe_layers)
     most = min(shape.experts, max(0, math.floor(room.left / (layers * size))))

@@ -119,7 +119,7 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         for method in measured:
             try:
                 hots[method] = hot_choices(
-                    tuned, method, room, wishes.hot_format, wishes.statistics
+                    tuned, engine, method, room, wishes.hot_format, wishes.statistics
                 )
             except OptionError:  # a method without such hot experts
                 if method in accepted:

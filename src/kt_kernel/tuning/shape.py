@@ -71,9 +71,11 @@ class Shape:
 
 def as_config(content: dict[str, Any], changes: Mapping[str, Any] | None = None) -> SimpleNamespace:
     """The content of config.json as the object that readers of configurations expect: of a
-    multimodal model, its language model. changes: by the user, as engines apply them."""
+    multimodal model, its language model, and the class of the whole one. changes: by the user, as
+    engines apply them."""
     content = _changed(content, text_path(content), changes or {})
-    return SimpleNamespace(**content | at(content, text_path(content)))
+    whole = {"architectures": content.get("architectures")}
+    return SimpleNamespace(**content | at(content, text_path(content)) | whole)
 
 
 def _changed(
