@@ -219,6 +219,36 @@ def write_fp8(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(content))
 
 
+@pytest.mark.parametrize(
+    ("changes", "kind", "streamed"),
+    [
+        ({}, "", True),
+        ({"hidden_act": "gelu"}, "", False),
+        ({"model_type": "gpt_oss", "hidden_act": "gelu"}, "", True),
+        ({}, "vector", False),
+    ],
+)
+def test_which_prompts_are_predicted_as_streamed(
+    kt: Any,
+    gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    kind: str,
+    streamed: bool,
+) -> None:
+    """Those of models whose experts the server streams."""
+    if kind:
+        monkeypatch.setenv("KT_KERNEL_KIND", kind)
+    more = "--engine-args", shlex.join(["--hf-overrides", json.dumps(changes)])
+    code, out, err = kt(
+        *("tune", DEMO_MODEL, *SMALL, "--engine", "vllm", "--methods", "AMXINT8"),
+        *("--no-save", "--json", *more),
+    )
+    assert code == 0, err
+    rows = [row for row in json.loads(out)["candidates"] if row["num_gpu_experts"] == 0]
+    assert rows and all((row["streaming_from"] is not None) == streamed for row in rows), rows
+
+
 def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     failed(
         kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "1GB"),
