@@ -60,19 +60,29 @@ class Result:
 
     @property
     def several(self) -> bool:
-        """Whether the model is served on several GPUs. The numbers of hot experts are those of one,
-        so none is recommended."""
+        """Whether the model is served on several GPUs."""
         return ranks_of(self.server.engine, self.wishes.engine_arguments) > 1
 
     @property
+    def hot_options(self) -> dict[str, Any]:
+        """The recommended options for hot experts, by name. Their number is that of one GPU, so of
+        several, each gets as much memory for them as one would."""
+        hot = self.chosen.hot
+        if self.room is None:
+            return {}
+        found: dict[str, Any] = {"num_gpu_experts": hot.count}
+        if hot.count and self.several:
+            found = {"gpu_experts_memory": shown_size(hot.gpu_bytes, down=True)}
+        if hot.count and hot.format != "auto":
+            found["hot_format"] = hot.format
+        return found
+
+    @property
     def options(self) -> dict[str, Any]:
-        """The recommended options by name: those that differ from what kt-moe does by itself."""
+        """The recommended options that are saved, by name: those that differ from what kt-moe does
+        by itself."""
         one = self.chosen
-        found: dict[str, Any] = {}
-        if self.room is not None and not self.several:
-            found["num_gpu_experts"] = one.hot.count
-        if one.hot.format != "auto" and one.hot.count and not self.several:
-            found["hot_format"] = one.hot.format
+        found = {} if self.several else self.hot_options
         if one.cpu.method != self.tuned.method:
             found["method"] = one.cpu.method
         if one.cpu.threads is not None:
@@ -174,12 +184,9 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         installed,
         disturbances.found,
     )
-    shown = result.options
-    if result.several and chosen.hot.count:  # each GPU gets as much as one would
-        shown["gpu_experts_memory"] = shown_size(chosen.hot.gpu_bytes, down=True)
-        shown |= {} if chosen.hot.format == "auto" else {"hot_format": chosen.hot.format}
+    shown = result.hot_options | result.options
     if wishes.statistics is not None and chosen.hot.count:
-        shown = shown | {"expert_stats": wishes.statistics}
+        shown["expert_stats"] = wishes.statistics
     if not shown:  # the plugin is turned on by any option
         shown = {"num_gpu_experts": 0}
     return replace(result, server=replace(result.server, model=tuned.model, options=shown))
