@@ -249,6 +249,12 @@ def test_which_prompts_are_predicted_as_streamed(
     assert rows and all((row["streaming_from"] is not None) == streamed for row in rows), rows
 
 
+def test_experts_that_cannot_be_packed(kt: Any, gpu: None) -> None:
+    given = "tune", DEMO_MODEL, *SMALL, "--hot-format", "packed", "--methods", "INT4_G32"
+    more = "--engine-args", "--hf-overrides.hidden_act gelu"
+    failed(kt(*given, *more), 1, "--kt-hot-format packed: the engines' kernels for packed weights")
+
+
 def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     failed(
         kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "1GB"),

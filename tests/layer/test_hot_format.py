@@ -22,6 +22,7 @@ def decide(
     device: str = "cuda",
     tensors: tuple[str, ...] = (),
     own_loading: bool = False,
+    plain: bool = True,
     **settings: Any,
 ) -> str:
     """The format, or the error."""
@@ -32,7 +33,9 @@ def decide(
         unconvertible="",
     )
     try:
-        return decide_hot_format(options, quantisation, device, checkpoint, own_loading).hot_format
+        return decide_hot_format(
+            options, quantisation, device, checkpoint, own_loading, plain
+        ).hot_format
     except OptionError as error:
         return str(error)
 
@@ -67,6 +70,16 @@ def test_columns_in_the_order_of_activations_are_not_packed() -> None:
     assert "(act-order)" in decide("packed", "gptq", "GPTQ_INT4", desc_act=True)
     name = "model.layers.0.mlp.experts.0.up_proj.weight_g_idx"
     assert decide("auto", "compressed-tensors", "RAWINT4", tensors=(name,)) == "bf16"
+
+
+def test_what_the_kernels_for_packed_experts_do_not_compute() -> None:
+    """It is not packed by default, and refused if asked for."""
+    for quantisation, method in (("awq", "AWQ_INT4"), ("compressed-tensors", "RAWINT4")):
+        assert decide("auto", quantisation, method, plain=False) == "bf16"
+    for method in ("AWQ_INT4", "INT4_G32"):
+        error = decide("packed", "awq", method, plain=False)
+        assert error.startswith("--kt-hot-format packed: the engines' kernels for packed weights")
+        assert error.endswith("compute something else; accepted: auto, bf16")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import transformers
 
-from kt_kernel.serving.model_config import expert_sizes, may_be_streamed, num_experts
+from kt_kernel.serving.model_config import (
+    expert_sizes,
+    may_be_streamed,
+    num_experts,
+    plain_swiglu,
+)
 from kt_kernel.serving.option_table import OptionError
 
 
@@ -35,6 +40,7 @@ def test_which_activations_may_be_streamed(name: str, given: dict[str, Any], may
     for setting, value in given.items():
         setattr(config, setting, value)
     assert may_be_streamed(config) == may
+    assert plain_swiglu(config) == (may and name != "GptOssConfig")
 
 
 @pytest.mark.parametrize(

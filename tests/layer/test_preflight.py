@@ -168,6 +168,13 @@ def test_a_class_that_the_engine_loads_in_its_own_way() -> None:
     assert made.weight_path == str(DEMO_MODEL) and made.reads_hot and made.method == "INT4_G32"
 
 
+def test_packed_experts_with_another_activation() -> None:
+    packed = {"num_gpu_experts": 2, "hot_format": "packed", "method": "INT4_G32"}
+    assert check(packed) == ""
+    for changes in ({"hidden_act": "gelu"}, {"model_type": "llama4_text"}, {"swiglu_limit": 7.0}):
+        assert check(packed, **changes).startswith("--kt-hot-format packed: the engines' kernels")
+
+
 def test_gguf(tmp_path: Path) -> None:
     sys.path.append(str(Path(__file__).parents[1] / "checkpoint"))
     from gguf_models import Model

@@ -14,8 +14,8 @@ from kt_kernel.serving.option_table import PACKED
 _why_not_packed = hot_format._why_not_packed
 
 
-def _as_on_a_gpu(options: Any, device: str, checkpoint: Any) -> str:
-    return _why_not_packed(options, "cuda" if options.hot_format == PACKED else device, checkpoint)
+def _as_on_a_gpu(options: Any, device: str, *given: Any) -> str:
+    return _why_not_packed(options, "cuda" if options.hot_format == PACKED else device, *given)
 
 
 def _values(

@@ -23,6 +23,7 @@ def decide_hot_format(
     device: str,
     checkpoint: Checkpoint | None,
     own_loading: bool = False,
+    plain: bool = True,
 ) -> KTOptions:
     """The options with the format of hot experts: the one that was given, or the choice.
 
@@ -33,13 +34,15 @@ def decide_hot_format(
         checkpoint: the files of the experts, if kt-moe reads them.
         own_loading: whether the engine's class writes experts to its tensors by itself, so that
             kt-moe has to read them.
+        plain: whether experts compute plain SwiGLU, see `model_config.plain_swiglu`.
 
     Raises:
         OptionError: the given format does not fit the model, the method, the device or the files.
     """
     if options.hot_option is None:
         return options
-    decided = _decided(options, quantisation, device, checkpoint, own_loading)
+    problem = _why_not_packed(options, device, checkpoint, plain)
+    decided = _decided(options, quantisation, device, own_loading, problem)
     # The engine delivers the hot experts of a 16-bit model if the files have no readable values.
     if checkpoint is None or decided.hot_format == ENGINE:
         return decided
@@ -62,9 +65,10 @@ def _decided(
     options: KTOptions,
     quantisation: str | None,
     device: str,
-    checkpoint: Checkpoint | None,
     own_loading: bool,
+    not_packed: str,
 ) -> KTOptions:
+    """not_packed: why hot experts cannot be packed; "" if they can."""
     given = options.hot_format
     own = (not quantisation or quantisation in ENGINES_OWN) and not own_loading
     if given == ENGINE and own_loading:
@@ -78,9 +82,8 @@ def _decided(
             f"own kernels were tested for 16-bit weights and {', '.join(ENGINES_OWN)} only; "
             f"accepted: {AUTO}, {BF16}, {PACKED}"
         )
-    problem = _why_not_packed(options, device, checkpoint)
-    if given == PACKED and problem:
-        raise OptionError(f"--kt-hot-format {PACKED}: {problem}; accepted: {AUTO}, {BF16}")
+    if given == PACKED and not_packed:
+        raise OptionError(f"--kt-hot-format {PACKED}: {not_packed}; accepted: {AUTO}, {BF16}")
     if given == BF16 and own and not quantisation:
         return replace(options, hot_format=ENGINE)  # which loads 16-bit weights
     if given != AUTO:
@@ -89,13 +92,21 @@ def _decided(
         return replace(options, hot_format=ENGINE)
     # Packed rows of 8 bits save less, and must be asked for, as must fewer bits than the model has.
     four_bits = quantisation and get_method(options.method).format in _INTEGERS
-    return replace(options, hot_format=PACKED if four_bits and not problem else BF16)
+    return replace(options, hot_format=PACKED if four_bits and not not_packed else BF16)
 
 
-def _why_not_packed(options: KTOptions, device: str, checkpoint: Checkpoint | None) -> str:
-    """Why hot experts cannot be packed; "" if they can, as far as the files' headers tell."""
+def _why_not_packed(
+    options: KTOptions, device: str, checkpoint: Checkpoint | None, plain: bool
+) -> str:
+    """Why hot experts cannot be packed; "" if they can, as far as the configuration and the files'
+    headers tell."""
     if device == "cpu":
         return "the engines' kernels for packed weights need a GPU"
+    if not plain:
+        return (
+            "the engines' kernels for packed weights compute SiLU with a gate, without a limit and "
+            "without biases, and the model's experts compute something else"
+        )
     method = get_method(options.method)
     if not method.quantised:
         if method.name in _QUANTISING:

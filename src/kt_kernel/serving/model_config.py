@@ -34,7 +34,7 @@ _NOT_PLAIN = (
 )
 # Model types whose router weights multiply the experts' input, without a setting for it.
 _ON_INPUT = ("llama4_text",)
-_WITH_LIMIT = ("gpt_oss",)  # which can be streamed
+_WITH_LIMIT = ("gpt_oss",)  # and biases; they can be streamed
 
 
 def num_experts(config: Any) -> int:
@@ -144,9 +144,14 @@ def may_be_streamed(config: Any) -> bool:
 
     True if the configuration does not tell. The start of streaming checks the layers themselves.
     """
-    model_type = getattr(config, "model_type", None)
-    if model_type in (*_ON_INPUT, *_WITH_LIMIT):
-        return model_type in _WITH_LIMIT
+    return getattr(config, "model_type", None) in _WITH_LIMIT or plain_swiglu(config)
+
+
+def plain_swiglu(config: Any) -> bool:
+    """Whether experts compute SwiGLU without a limit, an alpha and biases, and router weights
+    multiply their output. True if the configuration does not tell."""
+    if getattr(config, "model_type", None) in (*_ON_INPUT, *_WITH_LIMIT):
+        return False
     names = {getattr(config, name, None) for name in _ACTIVATIONS}
     given = [getattr(config, name, None) for name in _NOT_PLAIN]
     # Of some settings, a list has a value for each layer.

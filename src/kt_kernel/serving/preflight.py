@@ -25,7 +25,14 @@ from .budget import with_ratio
 from .hot_format import decide_hot_format
 from .hub import Choose, choose_adapter, local_path
 from .memory import check_memory, expert_bytes
-from .model_config import described_layers, expert_sizes, moe_layers, num_experts, size_of
+from .model_config import (
+    described_layers,
+    expert_sizes,
+    moe_layers,
+    num_experts,
+    plain_swiglu,
+    size_of,
+)
 from .moving import decide_moving
 from .option_table import AUTO, OptionError
 from .options import KTOptions
@@ -124,7 +131,12 @@ def _checked(
     """See `prepare`."""
     options, checkpoint, sizes = _with_weights(options, config, served)
     options = decide_hot_format(
-        options, served.quantisation, served.device, checkpoint, served.own_loading
+        options,
+        served.quantisation,
+        served.device,
+        checkpoint,
+        served.own_loading,
+        plain_swiglu(config),
     )
     options = with_ratio(options, config, checkpoint, served.ranks, served.value_bytes)
     options = decide_moving(

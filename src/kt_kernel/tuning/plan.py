@@ -20,7 +20,7 @@ from ..serving.budget import hot_expert_bytes
 from ..serving.class_check import from_hub, read_config
 from ..serving.hot_format import decide_hot_format
 from ..serving.hub_headers import HeadersOnly
-from ..serving.model_config import model_classes, routed_model, size_of
+from ..serving.model_config import model_classes, plain_swiglu, routed_model, size_of
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
 from ..serving.own_loading import loads_in_its_own_way
@@ -216,8 +216,14 @@ def hot_choices(
     if room is None:
         return [HotChoice(0, _load(tuned, 0, statistics), "auto", 0.0, 0.0)]
     options = KTOptions(method=method, num_gpu_experts=1, hot_format=hot_format)
-    own_loading = loads_in_its_own_way(engine, model_classes(tuned.config))
-    decided = decide_hot_format(options, tuned.quantisation, "cuda", tuned.checkpoint, own_loading)
+    decided = decide_hot_format(
+        options,
+        tuned.quantisation,
+        "cuda",
+        tuned.checkpoint,
+        loads_in_its_own_way(engine, model_classes(tuned.config)),
+        plain_swiglu(tuned.config),
+    )
     size = hot_expert_bytes(decided, shape.hidden, shape.inter, shape.value_bytes, tuned.checkpoint)
     layers = len(shape.moe_layers)
     most = min(shape.experts, max(0, math.floor(room.left / (layers * size))))
