@@ -367,13 +367,11 @@ ATTRIBUTES = (
             "num_experts",
             "num_local_experts",
             "num_logical_experts",
-            "skip_final_all_reduce",
             "swiglu_alpha",
             "swiglu_beta",
             "swiglu_limit",
         ),
-        "a layer's sizes and activation, and who sums over ranks; the number of experts to "
-        "allocate is set",
+        "a layer's sizes and activation; the number of experts to allocate is set",
     ),
     Attributes(
         MOE_CONFIG,

@@ -405,10 +405,6 @@ def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None
             "fusing shared experts (VLLM_ROCM_USE_AITER_FUSION_SHARED_EXPERTS=0 avoids it)",
             arguments["expert_map_manager"].num_fused_shared_experts > 0,
         ),
-        (
-            "leaving the sum over ranks to the model",
-            moe_config.skip_final_all_reduce and moe_config.moe_parallel_config.tp_size > 1,
-        ),
         ("redundant experts", moe_config.num_experts != moe_config.num_logical_experts),
         (
             "padding by the model itself",

@@ -22,6 +22,11 @@ def blocks(model: torch.nn.Module, experts: str) -> Iterator[torch.nn.Module]:
             yield module
 
 
+def rank_outputs(path: str, rank: int) -> str:
+    """The file of a rank's outputs. path: that of the first one."""
+    return f"{path}.{rank}" if rank else path
+
+
 def compute_all(
     model: torch.nn.Module, experts: str, compute: Callable[..., Any], one: dict[str, Any]
 ) -> None:

@@ -29,6 +29,7 @@ from families_2026 import BFLOAT16, overriding
 from family_models import EXPERTS, FAMILIES, FamilyReference, make
 from family_settings import COMMON, NO_MEDIA, VOCABULARY
 from grid import FULL
+from moe_layers_run import rank_outputs
 from safetensors.torch import load_file, save_file
 
 from kt_kernel.plugin_entrypoints.common import layers_tested_in
@@ -167,6 +168,11 @@ RUNS = [
     for name, alone in classes.items()
     if alone.usual or FULL or RESULTS
 ]
+# Classes whose layers return a rank's part, which the model sums over ranks after the layer.
+SEVERAL = [("vllm", "MiniMaxM3SparseForConditionalGeneration")]
+if FULL:
+    SEVERAL.append(("vllm", "InklingForCausalLM"))
+RANKS = 2
 # The last one: a kernel for GPUs.
 VARIABLES = {
     "TORCHDYNAMO_DISABLE": "1",
@@ -211,6 +217,10 @@ def answers(
     """Of an engine; it runs when it is first asked for."""
     found: dict[str, Answers] = {}
 
+    def placed(engine: str, name: str, kind: str, job: dict[str, Any]) -> dict[str, Any]:
+        outputs = str(_outputs(folder, engine, name, kind))
+        return job | {"name": f"{name} {kind}", "inputs": str(inputs), "outputs": outputs}
+
     def of(engine: str) -> Answers:
         python = os.environ.get(f"KT_{engine.upper()}_PYTHON")
         if python is None:
@@ -223,20 +233,16 @@ def answers(
                 if alone.hot == 0:  # needs no kernel of the engine
                     options["weight_path"] = model
                 given = {} if name == K3 else FAMILIES[name].on_cpu(engine) or {}
-                given |= alone.arguments
-                for kind, kt in (("ours", options), ("stock", None)):
-                    if kt is None and not (RESULTS and alone.hot):
-                        continue
-                    runs.append(
-                        {
-                            "name": f"{name} {kind}",
-                            "model": model,
-                            "kt": kt,
-                            "engine": given,
-                            "inputs": str(inputs),
-                            "outputs": str(_outputs(folder, engine, name, kind)),
-                        }
-                    )
+                one = {"model": model, "kt": options, "engine": given | alone.arguments}
+                kinds = {"ours": one}
+                if RESULTS and alone.hot:
+                    kinds["stock"] = one | {"kt": None}
+                for kind, job in kinds.items():
+                    runs.append(placed(engine, name, kind, job))
+                if (engine, name) in SEVERAL:
+                    ranks = {"tensor_parallel_size": RANKS, "distributed_executor_backend": "mp"}
+                    one = one | {"engine": one["engine"] | ranks}
+                    runs.append(placed(engine, name, "ranks", one))
             module = {"vllm": test_vllm, "sglang": test_sglang}[engine]
             env = module.environment(**VARIABLES)
             script = f"{engine}_moe_layers.py"
@@ -301,6 +307,27 @@ def test_outputs_are_those_of_transformers(
         of=EXPERTS,
         part=MOE_LAYER,
     )
+
+
+@pytest.mark.parametrize(("engine", "name"), SEVERAL)
+def test_two_ranks(
+    engine: str,
+    name: str,
+    folder: Path,
+    inputs: Path,
+    models: Callable[[str, str], Path],
+    answers: Callable[[str], Answers],
+) -> None:
+    """The ranks' outputs sum up to those of transformers: the cold experts are computed once."""
+    found = answers(engine)[f"{name} ranks"]
+    assert "error" not in found, found
+    wanted = outputs(FamilyReference(name, models(engine, name)), inputs)
+    path = str(_outputs(folder, engine, name, "ranks"))
+    parts = [load_file(rank_outputs(path, rank)) for rank in range(RANKS)]
+    own = torch.stack([sum(part[str(number)] for part in parts) for number in range(len(wanted))])
+    near = (own - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    print(f"{name}, two ranks: max {near.max():.4f} mean {near.mean():.4f}")
+    assert near.max() < CLASSES[engine][name].near
 
 
 @torch.no_grad()

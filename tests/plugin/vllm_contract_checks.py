@@ -230,18 +230,13 @@ def check_layers_are_refused() -> None:
     def with_config(name: str, value: Any) -> str:
         return error(changed_to(**{name: value}))
 
-    def unsummed(tp_size: int) -> Any:
-        parallel = dataclasses.replace(ranks, tp_size=tp_size)
-        return changed_to(skip_final_all_reduce=True, moe_parallel_config=parallel)
-
-    assert error() == error(unsummed(1)) == ""
+    assert error() == error(changed_to(skip_final_all_reduce=True)) == ""
     for found, what in (
         (error(expert_map_manager=SimpleNamespace(num_fused_shared_experts=1)), "fusing shared"),
         (with_config("is_lora_enabled", True), "LoRA on experts"),
         (with_config("num_logical_experts", 7), "redundant experts"),
         (with_config("hidden_dim_unpadded", 60), "padding by the model itself"),
         (with_config("intermediate_pad", 32), "padding of the intermediate size"),
-        (error(unsummed(2)), "leaving the sum over ranks to the model"),
         (with_ranks(sp_size=2), "sequence parallelism"),
         (with_ranks(dp_size=2), "data parallelism"),
         (with_ranks(use_ep=True), "expert parallelism"),

@@ -30,11 +30,27 @@ os.environ.update(
 )
 
 
-def run(one: dict) -> None:
+def compute_in_rank(worker: Any, one: dict) -> None:
+    """Writes the outputs of a rank; with several, those of rank R to a file of their own."""
     from vllm.config import set_current_vllm_config
+    from vllm.forward_context import set_forward_context
+
+    config = worker.vllm_config
+
+    def compute(block: torch.nn.Module, x: torch.Tensor, **given: torch.Tensor) -> object:
+        context = set_forward_context(None, config, num_tokens=len(x))
+        with torch.inference_mode(), set_current_vllm_config(config), context:
+            return block(x, **given)
+
+    outputs = moe_layers_run.rank_outputs(one["outputs"], worker.rank)
+    model = worker.get_model()
+    moe_layers_run.compute_all(model, "routed_experts", compute, one | {"outputs": outputs})
+
+
+def run(one: dict) -> None:
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
     from vllm.engine.arg_utils import EngineArgs
-    from vllm.forward_context import set_forward_context
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     arguments = {
@@ -46,16 +62,14 @@ def run(one: dict) -> None:
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
     }
     config = EngineArgs(one["model"], **arguments | one["engine"]).create_engine_config()
-    executor = UniProcExecutor(config)
+    if config.parallel_config.tensor_parallel_size == 1:
+        executor = UniProcExecutor(config)
+    else:
+        cpus = sorted(os.sched_getaffinity(0))  # one for each rank
+        with mock.patch.dict(os.environ, VLLM_CPU_OMP_THREADS_BIND=f"{cpus[0]}|{cpus[-1]}"):
+            executor = MultiprocExecutor(config)
     try:
-        model = executor.driver_worker.worker.get_model()
-
-        def compute(block: torch.nn.Module, x: torch.Tensor, **given: torch.Tensor) -> object:
-            context = set_forward_context(None, config, num_tokens=len(x))
-            with set_current_vllm_config(config), context:
-                return block(x, **given)
-
-        moe_layers_run.compute_all(model, "routed_experts", compute, one)
+        executor.collective_rpc(compute_in_rank, args=(one,))
     finally:
         executor.shutdown()
         del executor
@@ -199,13 +213,17 @@ def build_partly() -> None:
     longcat_flash_ngram.LongcatFlashNgramForCausalLM.__init__ = build_for_runner_2
 
 
-def main() -> None:
+def replace_parts() -> None:
     import vllm_stand_ins  # noqa: F401
 
     import_dots()
     leave_attention_out()
     without_kernels()
     build_partly()
+
+
+def main() -> None:
+    replace_parts()
     from vllm.model_executor.models import registry
 
     registry._run_in_subprocess = lambda look: look()  # vLLM starts one for each class: 10 s
@@ -216,8 +234,7 @@ def main() -> None:
     for one in job["runs"]:
         answers.append({"name": one["name"]})
         try:
-            with torch.inference_mode():
-                run(one)
+            run(one)
         except Exception as error:
             traceback.print_exc()
             answers[-1]["error"] = f"{type(error).__name__}: {error}"
@@ -226,5 +243,7 @@ def main() -> None:
             json.dump(answers, file)
 
 
+if __name__ == "__mp_main__":  # a rank's process, which vLLM starts
+    replace_parts()
 if __name__ == "__main__":
     main()
