@@ -1,7 +1,8 @@
-"""A tiny DeepSeek-V4: with its experts in MXFP4, as published, and the same values in 16 bits.
+"""A tiny DeepSeek-V4: as published, with its experts in MXFP4 and most dense matrices in FP8; the
+same with these matrices in 16 bits, because vLLM's kernels for FP8 in blocks need a CPU with AMX;
+and the same values in 16 bits.
 
-All else has 16 bits, because vLLM's kernels for FP8 in blocks need a CPU with AMX. The layers have
-the three kinds of attention, and the first one routes by the numbers of the tokens.
+The layers have the three kinds of attention, and the first one routes by the numbers of the tokens.
 """
 
 from __future__ import annotations
@@ -43,23 +44,28 @@ SIZES: dict[str, Any] = dict(
     layer_types=[*RATIOS],
     mlp_layer_types=["hash_moe"] * HASHED + ["moe"] * (LAYERS - HASHED),
 )
+BLOCK = 128
 QUANTISATION = {
     "quant_method": "fp8",
     "fmt": "e4m3",
     "scale_fmt": "ue8m0",
     "activation_scheme": "dynamic",
-    "weight_block_size": [128, 128],
+    "weight_block_size": [BLOCK, BLOCK],
 }
 _EXPERT = re.compile(r"\.ffn\.experts\.\d+\.w[123]\.weight$")
+_DENSE = re.compile(r"\.(attn\.w\w+|attn\.indexer\.wq_b|shared_experts\.w[123])\.weight$")
 
 
-def make_deepseek_v4(values: Path, published: Path) -> None:
-    """Writes the model to two new folders, in 16 bits and with quantised experts."""
+def make_deepseek_v4(values: Path, experts_only: Path, published: Path) -> None:
+    """Writes the model to three new folders: in 16 bits, with quantised experts, and with these
+    and dense matrices in FP8."""
     make(NAME, values, **SIZES)
     whole = whole_of(values) / "model.safetensors"
-    plain, quantised = load_file(whole), {}
+    plain, quantised, fp8 = load_file(whole), {}, {}
     for name, tensor in plain.items():
         if not _EXPERT.search(name):
+            if _DENSE.search(_published(name)):
+                plain[name] = tensor = _in_fp8(_published(name), tensor, fp8)
             quantised[_published(name)] = tensor
             continue
         rows, columns = tensor.shape
@@ -72,15 +78,32 @@ def make_deepseek_v4(values: Path, published: Path) -> None:
     save_file(plain, whole, {"format": "pt"})
     renamed = {_renamed(name): tensor for name, tensor in plain.items()}
     save_file(renamed, values / "model.safetensors", {"format": "pt"})
-    published.mkdir()
-    save_file(quantised, published / "model.safetensors", {"format": "pt"})
     config = json.loads((values / "config.json").read_text())
     config |= {"compress_ratios": [*RATIOS.values()], "num_hash_layers": HASHED}
     for folder in (values, whole_of(values)):
         (folder / "config.json").write_text(json.dumps(config))
-    dense = [name.removesuffix(".weight") for name in quantised if ".experts." not in name]
-    config |= {"quantization_config": QUANTISATION | {"ignored_layers": dense}}
-    (published / "config.json").write_text(json.dumps(config | {"expert_dtype": "fp4"}))
+    for folder, tensors in ((experts_only, quantised), (published, quantised | fp8)):
+        ignored = [
+            name.removesuffix(".weight")
+            for name in tensors
+            if ".experts." not in name and (folder == experts_only or name not in fp8)
+        ]
+        folder.mkdir()
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+        config |= {"quantization_config": QUANTISATION | {"ignored_layers": ignored}}
+        (folder / "config.json").write_text(json.dumps(config | {"expert_dtype": "fp4"}))
+
+
+def _in_fp8(name: str, weight: torch.Tensor, to: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Adds a matrix in E4M3 and its block scales, powers of two, to `to`. Returns its values."""
+    blocks = weight.float().unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    exponent = (blocks.abs().amax((1, 3)) / 448).log2().ceil()
+    scale = exponent.exp2()[:, None, :, None]
+    codes = (blocks / scale).to(torch.float8_e4m3fn)
+    to[name] = codes.flatten(2).flatten(0, 1)
+    exponents = (exponent + 127).to(torch.uint8)
+    to[f"{name.removesuffix('weight')}scale"] = exponents.view(torch.float8_e8m0fnu)
+    return (codes.float() * scale).flatten(2).flatten(0, 1).to(weight.dtype)
 
 
 def _renamed(name: str) -> str:

@@ -1,5 +1,5 @@
 """DeepSeek-V4 in vLLM on the CPU, in 16 bits and with experts in MXFP4, for which the stock engine
-has no kernel there.
+has a kernel on CPUs with AMX only.
 
 Log-probabilities are as near to those of transformers in float32 as the stock engine's, on the
 engine's own text, and far from those of transformers with wrong experts.
@@ -25,6 +25,8 @@ PROMPTS = spread_prompts(4, vocabulary=128)
 ENGINE = {"dtype": "bfloat16", "kv_cache_dtype": "fp8"}
 PUBLISHED = ENGINE | {"block_size": 256, "enable_expert_parallel": True}
 QUANTISED = {"MXFP4 0": 0, f"MXFP4 {HOT}": HOT}
+AMX = torch.cpu._is_amx_tile_supported()
+FP8 = f"FP8 and MXFP4 {HOT}"
 
 pytestmark = [
     pytest.mark.skipif(
@@ -40,24 +42,30 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> DeepseekV4Reference:
-    make_deepseek_v4(folder / "values", folder / "published")
+    make_deepseek_v4(folder / "values", folder / "experts only", folder / "published")
     return DeepseekV4Reference(folder / "values")
 
 
 @pytest.fixture(scope="module")
 def answers(folder: Path, reference: DeepseekV4Reference) -> Answers:
     plain = {"model": str(folder / "values"), "engine": ENGINE}
+    experts_only = {"model": str(folder / "experts only"), "engine": PUBLISHED}
     published = {"model": str(folder / "published"), "engine": PUBLISHED}
     some = {"method": "BF16", "num_gpu_experts": HOT}
     runs: list[dict[str, Any]] = [
         plain | {"name": "stock", "kt": None},
         plain | {"name": "some hot", "kt": some},
-        published | {"name": "stock MXFP4", "kt": None},
+        experts_only | {"name": "stock MXFP4", "kt": None},
         *(
-            published | {"name": name, "kt": {"num_gpu_experts": hot}}
+            experts_only | {"name": name, "kt": {"num_gpu_experts": hot}}
             for name, hot in QUANTISED.items()
         ),
     ]
+    if AMX:
+        runs += [
+            published | {"name": "stock FP8", "kt": None},
+            published | {"name": FP8, "kt": {"num_gpu_experts": HOT}},
+        ]
     return test_vllm.run(
         folder / "engine",
         test_vllm.environment(TORCHDYNAMO_DISABLE="1"),
@@ -78,8 +86,15 @@ def test_16_bits(answers: Answers, reference: DeepseekV4Reference) -> None:
     keep("vllm", test_vllm.PYTHON, NAME, near, far, stock, hot=HOT, of=EXPERTS, stand_in=STAND_IN)
 
 
-def test_the_stock_engine_does_not_serve_mxfp4_on_the_cpu(answers: Answers) -> None:
-    assert "No MXFP4 MoE backend supports" in answers["stock MXFP4"]["error"]
+def test_the_stock_engine_serves_mxfp4_with_amx_only(
+    answers: Answers, reference: DeepseekV4Reference
+) -> None:
+    if AMX:
+        near, _ = _distances("stock MXFP4", answers, reference)
+        ours, _ = _distances("MXFP4 0", answers, reference)
+        assert ours.mean() < 2 * near.mean()
+    else:
+        assert "No MXFP4 MoE backend supports" in answers["stock MXFP4"]["error"]
 
 
 @pytest.mark.parametrize("name", QUANTISED)
@@ -88,14 +103,34 @@ def test_mxfp4(name: str, answers: Answers, reference: DeepseekV4Reference) -> N
     stock, _ = _distances("stock", answers, reference)
     assert near.mean() < 2 * stock.mean()
     _check_calls(answers[name], QUANTISED[name])
+    _keep("MXFP4 of DeepSeek-V4", QUANTISED[name], near, far)
+
+
+@pytest.mark.skipif(not AMX, reason="vLLM's kernels for dense FP8 layers need a CPU with AMX")
+def test_as_published(answers: Answers, reference: DeepseekV4Reference) -> None:
+    near, far = _distances(FP8, answers, reference)
+    stock, _ = _distances("stock FP8", answers, reference)
+    assert near.mean() < 2 * stock.mean()
+    _check_calls(answers[FP8], HOT)
+    _keep("MXFP4 of DeepSeek-V4, dense FP8", HOT, near, far, stock)
+
+
+def _keep(
+    experts: str,
+    hot: int,
+    near: torch.Tensor,
+    far: torch.Tensor,
+    stock: torch.Tensor | None = None,
+) -> None:
     keep(
         "vllm",
         test_vllm.PYTHON,
         NAME,
         near,
         far,
-        experts="MXFP4 of DeepSeek-V4",
-        hot=QUANTISED[name],
+        stock,
+        experts=experts,
+        hot=hot,
         of=EXPERTS,
         hot_format="bf16",
         control=OTHER_PLACES,

@@ -22,6 +22,9 @@ from .oracle import MATRICES, Weights
 EXPERTS, HIDDEN, INTER = 4, 64, 96
 SIZES = dict(num_experts=EXPERTS, hidden_size=HIDDEN, moe_intermediate_size=INTER)
 MOST = 1e-2
+# A router weight's gradient is a sum of products of both signs: those of one pair of the cases here
+# add up to a ninth of their absolute values.
+MOST_OF_SCORES = 3e-2
 
 
 def ordered(generator: torch.Generator, which: set[str]):
@@ -59,7 +62,7 @@ def test_gradients(seed, which, mapping, full):
     y = wrapper.forward_sft(*batch.forward)
     x, grads, scores = wrapper.backward(batch.grad)
     assert error(y, wanted.y) < MOST
-    assert error(x, wanted.x) < MOST and error(scores, wanted.scores) < MOST
+    assert error(x, wanted.x) < MOST and error(scores, wanted.scores) < MOST_OF_SCORES
     for name, gradient in zip(LORA_NAMES, wanted.lora, strict=True):
         assert error(grads[f"grad_{name}"], gradient) < MOST, name
     for name, gradient in zip(MATRICES, wanted.base, strict=False):
