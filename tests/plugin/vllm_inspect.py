@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 
 def inspect_model(model: Any) -> dict[str, Any]:
     """The content of the first MoE layer, and the counters of all layers."""
@@ -16,3 +18,9 @@ def inspect_model(model: Any) -> dict[str, Any]:
         "stats": [dict(layer.stats()) for layer in hybrid],
         "model_stats": layers[0].kt_model.stats() if hybrid else {},
     }
+
+
+def mla_on_cpu() -> dict[str, str]:
+    """Arguments with which vLLM's MLA on the CPU has float32: what it selects with AMX has 16 bits
+    only. Other attention ignores them."""
+    return {} if torch.cuda.is_available() else {"attention_backend": "CPU_MLA"}

@@ -20,6 +20,7 @@ from unittest import mock
 
 import moe_layers_run
 import torch
+from vllm_inspect import mla_on_cpu
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -60,6 +61,7 @@ def run(one: dict) -> None:
         "max_model_len": 256,
         "max_num_batched_tokens": 256,
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
+        **mla_on_cpu(),
     }
     config = EngineArgs(one["model"], **arguments | one["engine"]).create_engine_config()
     if config.parallel_config.tensor_parallel_size == 1:

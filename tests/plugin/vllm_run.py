@@ -30,7 +30,7 @@ import time
 import traceback
 
 from heap import freeze
-from vllm_inspect import inspect_model
+from vllm_inspect import inspect_model, mla_on_cpu
 from vllm_requests import ask
 
 os.environ.update(
@@ -59,6 +59,7 @@ def run(job: dict, one: dict) -> dict:
         "distributed_executor_backend": "uni",
         "seed": 0,
         "additional_config": {} if one["kt"] is None else {"kt": one["kt"]},
+        **mla_on_cpu(),
     }
     llm = LLM(one.get("model", job["model"]), **arguments | one.get("engine", {}))
     if "before" in one:
