@@ -224,7 +224,8 @@ def hot_choices(
         loads_in_its_own_way(engine, model_classes(tuned.config)),
         plain_swiglu(tuned.config),
     )
-    size = hot_expert_bytes(decided, shape.hidden, shape.inter, shape.value_bytes, tuned.checkpoint)
+    sizes = shape.hidden, shape.inter, shape.value_bytes
+    size = hot_expert_bytes(decided, *sizes, tuned.checkpoint, shape.gated)
     layers = len(shape.moe_layers)
     most = min(shape.experts, max(0, math.floor(room.left / (layers * size))))
     counts = {round(share * shape.experts) for share in _SHARES} | {most}
