@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from gptq_demo import write_gptq
 from outcome import failed
 from safetensors.torch import load_file, save_file
 from tune_cases import CONTENT, DEMO_MODEL, SMALL
 
+from kt_kernel import KTMoEWrapper
 from kt_kernel.tuning import plan
 from kt_kernel.tuning.arguments import OVERRIDES_FLAG
 
@@ -120,6 +122,39 @@ def test_which_prompts_are_predicted_as_streamed(
     assert code == 0, err
     rows = [row for row in json.loads(out)["candidates"] if row["num_gpu_experts"] == 0]
     assert rows and all((row["streaming_from"] is not None) == streamed for row in rows), rows
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_experts_in_the_order_of_their_activations(
+    kt: Any, gpu: None, tmp_path: Path, ordered: bool
+) -> None:
+    """They are streamed by methods that quantise anew, and if their order is the usual one."""
+    write_gptq(tmp_path, ordered)
+    given = "tune", tmp_path, *SMALL, "--methods", "GPTQ_INT4,AMXINT8", "--no-save", "--json"
+    code, out, err = kt(*given)
+    assert code == 0, err
+    streamed = {
+        row["method"]: row["streaming_from"] is not None
+        for row in json.loads(out)["candidates"]
+        if row["num_gpu_experts"] == 0
+    }
+    assert streamed == {"GPTQ_INT4": not ordered, "AMXINT8": True}
+    for method, expected in streamed.items():  # what the server finds when it has loaded them
+        layer = KTMoEWrapper(
+            layer_idx=0,
+            num_experts=CONTENT["num_experts"],
+            num_experts_per_tok=CONTENT["num_experts_per_tok"],
+            hidden_size=CONTENT["hidden_size"],
+            moe_intermediate_size=CONTENT["moe_intermediate_size"],
+            weight_path=str(tmp_path),
+            method=method,
+        )
+        layer.load_weights(torch.arange(CONTENT["num_experts"]))
+        if expected:
+            layer.packed_experts()
+            continue
+        with pytest.raises(ValueError, match=r"columns are stored in another order \(act-order\)"):
+            layer.packed_experts()
 
 
 def test_experts_that_cannot_be_packed(kt: Any, gpu: None) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import pickle
 import pkgutil
+import tempfile
 import textwrap
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +23,7 @@ from typing import Any
 import sglang_layer_checks as layers
 from context_checks import check_context
 from contract_checks import check_flags, check_table
+from gptq_demo import write_gptq
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.layers.moe import kt_ep_wrapper
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
@@ -462,6 +464,10 @@ def check_long_prompts_are_not_captured() -> None:
         outcome(config={"hidden_act": "gelu"}),
     ):
         assert unchanged == (sizes, 0)
+    with tempfile.TemporaryDirectory() as folder:
+        write_gptq(Path(folder), ordered=True)
+        assert outcome(weight_path=folder, method="GPTQ_INT4") == (sizes, 0)
+        assert outcome(weight_path=folder, method="AMXINT8") == ([16, 256], 1)
     os.environ["KT_KERNEL_KIND"] = "vector"
     assert outcome() == (sizes, 0)
     del os.environ["KT_KERNEL_KIND"]

@@ -24,6 +24,7 @@ from ..serving.model_config import model_classes, plain_swiglu, routed_model, si
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
 from ..serving.own_loading import loads_in_its_own_way
+from ..serving.streamed_models import may_stream
 from ..serving.streaming_start import DEFAULT_MEMORY
 from ..serving.tuned import quantisation_of
 from ..weights.formats import LayerForm
@@ -80,6 +81,10 @@ class Tuned:
         if form is None:
             raise ValueError(f"method {method}: {self.model} has no weights in its format")
         return form
+
+    def may_stream(self, method: str) -> bool:
+        """Whether a server with this method may stream cold experts to the GPU."""
+        return may_stream(KTOptions(method=method), self.config, self.checkpoint)
 
 
 def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
