@@ -70,7 +70,8 @@ def test_on_a_busy_machine(kt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert json.loads(kt(*given, "--no-save", "--json")[1])["disturbed"] == marked
 
 
-def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
+def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "DEFAULT_MEMORY", 16 << 20)
     given = "tune", DEMO_MODEL, *SMALL, "--json", "--engine", "sglang", "--methods", "INT4_G32"
     code, out, err = kt(*given, "--gpu-memory", "5GB")
     found = json.loads(out)
@@ -79,14 +80,14 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
     assert "--mem-fraction-static 0.150" in found["command"]  # 2 of 5 GB are SGLang's own
     assert found["options"]["num_gpu_experts"] == CONTENT["num_experts"]
     assert "all experts fit on the GPU" in found["why"]
-    # The engine and streaming take 4 GiB, an expert of 8 layers 1.5 MiB, the rest about 10.
-    code, out, _ = kt(*given, "--gpu-memory", "4108MB", "--no-save")
+    # The engine takes 2 GiB, streaming 16 MiB, an expert of 8 layers 1.5, the rest about 10.
+    code, out, _ = kt(*given, "--gpu-memory", "2076MB", "--no-save")
     some = json.loads(out)["options"]["num_gpu_experts"]
     assert 0 < some < CONTENT["num_experts"]
-    code, out, _ = kt(*given, "--gpu-memory", "4100MB", "--no-save")
+    code, out, _ = kt(*given, "--gpu-memory", "2068MB", "--no-save")
     assert "no hot expert fits" in json.loads(out)["why"]
     packed = json.loads(
-        kt(*given, "--gpu-memory", "4108MB", "--hot-format", "packed", "--no-save")[1]
+        kt(*given, "--gpu-memory", "2076MB", "--hot-format", "packed", "--no-save")[1]
     )
     assert packed["options"]["hot_format"] == "packed"
     assert packed["options"]["num_gpu_experts"] > 3 * some
@@ -101,10 +102,13 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
         assert options.num_gpu_experts == count, share
 
 
-def test_on_several_gpus(kt: Any, gpu: None, tmp_path: Path) -> None:
+def test_on_several_gpus(
+    kt: Any, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A number of hot experts is that of one GPU, so the memory for them is recommended, which
     counts for each GPU; a start takes no number from the file."""
-    given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--gpu-memory", "4108MB"
+    monkeypatch.setattr(plan, "DEFAULT_MEMORY", 16 << 20)
+    given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--gpu-memory", "2076MB"
     one = json.loads(kt(*given, "--json", "--no-save")[1])
     assert one["not_predicted"] == []
     speculation = """-sc '{"method": "ngram"}'"""
@@ -140,7 +144,7 @@ def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) 
         "it may take 1GB;",
     )
     monkeypatch.setattr(run, "available_memory", lambda: 1 << 20)
-    result = kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "4100MB")
+    result = kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "2068MB")
     assert result[0] == 1 and result[1] == ""
     last = result[2].splitlines()[-1]
     assert last.startswith("kt: error: the cold experts take 6.75MB of memory in INT4_G32"), last

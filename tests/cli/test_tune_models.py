@@ -124,6 +124,35 @@ def test_which_prompts_are_predicted_as_streamed(
     assert rows and all((row["streaming_from"] is not None) == streamed for row in rows), rows
 
 
+def test_memory_for_streamed_experts(kt: Any, gpu: None) -> None:
+    """It is kept beside cold experts that may be streamed, and not where none is."""
+
+    def hot(memory: str, *changes: str) -> tuple[set[int], str]:
+        """The compared numbers of hot experts, and what the report says of the memory."""
+        given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--no-save"
+        given += "--engine", "vllm", "--gpu-memory", memory
+        if changes:
+            given += "--engine-args", shlex.join(["--hf-overrides", *changes])
+        [line] = [line for line in kt(*given)[1].splitlines() if line.startswith("Memory: ")]
+        rows = json.loads(kt(*given, "--json")[1])["candidates"]
+        return {row["num_gpu_experts"] for row in rows}, line
+
+    # The engine takes 2 GiB, an expert of 8 layers 1.5 MiB, the rest 5.4.
+    without = "2GB for the engine, "
+    kept = "4GB for the engine and for streaming, "
+    everything, most = CONTENT["num_experts"], 9
+    gelu = '{"hidden_act": "gelu"}'
+    for memory, changes, counts, said in (
+        ("2068MB", (), {0}, kept),
+        ("2068MB", (gelu,), {0, 2, 4, 8, most}, without),
+        ("2090MB", (), {0, everything}, without),
+        ("2090MB", (gelu,), {0, 2, 4, 8, 12, everything}, without),
+        ("4116MB", (), {0, 2, 4, 8, most, everything}, without),
+    ):
+        found, line = hot(memory, *changes)
+        assert (found, said in line) == (counts, True), (memory, changes, found, line)
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_experts_in_the_order_of_their_activations(
     kt: Any, gpu: None, tmp_path: Path, ordered: bool

@@ -62,6 +62,11 @@ class Result:
         return ranks_of(self.server.engine, self.wishes.engine_arguments) > 1
 
     @property
+    def streaming_takes(self) -> int:
+        """Bytes of the GPU that are kept for streamed experts."""
+        return self.tuned.streaming_takes(self.chosen.cpu.method, self.chosen.hot.count)
+
+    @property
     def hot_options(self) -> dict[str, Any]:
         """The recommended options for hot experts, by name. Their number is that of one GPU, so of
         several, each gets as much memory for them as one would."""
