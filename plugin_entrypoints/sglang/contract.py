@@ -220,8 +220,9 @@ REFUSED_SPECULATION = (
         ("none", None),
         "expert-parallel dispatch does not support CPU experts",
     ),
-    Refusal("speculative_draft_load_format", (None, *LOAD_FORMATS), _ONE_BY_ONE),
 )
+# Checked with a draft model that may have experts.
+REFUSED_DRAFT = (Refusal("speculative_draft_load_format", (None, *LOAD_FORMATS), _ONE_BY_ONE),)
 # Checked if some experts are cold.
 BESIDE_COLD = (
     Refusal(
@@ -500,6 +501,8 @@ ATTRIBUTES = (
             "mem_fraction_static",
             "base_gpu_id",
             "speculative_num_draft_tokens",
+            "speculative_draft_model_path",
+            "speculative_draft_model_revision",
             "tp_size",
         ),
         "read from the resolved arguments",

@@ -62,6 +62,14 @@ def num_experts(config: Any) -> int:
     )
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a model has routed experts, as far as the configuration tells."""
+    try:
+        return num_experts(config) > 0
+    except OptionError:
+        return bool(_other_numbers(config))
+
+
 def _other_numbers(config: Any) -> str:
     """Numbers of experts, by name, that are not one for the whole model: in a part of the
     configuration, as DBRX's, or one for each block, as those of Puzzle models."""
