@@ -46,6 +46,9 @@ def main(patience: float, command: list[str]) -> int:
     _prctl(_SET_CHILD_SUBREAPER, 1)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    # An interrupt of the terminal also reaches the command, which decides. It must not inherit that
+    # signals are ignored, and handlers are not inherited.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
