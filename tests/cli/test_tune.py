@@ -421,8 +421,9 @@ def test_keys_with_two_parts() -> None:
 
 def test_names_of_routed_experts() -> None:
     """No expert counts as a weight besides the experts."""
-    named = [f"{family.experts}.0.up_proj.weight" for family in FAMILIES.values()]
+    named: list[str] = []
     for family in FAMILIES.values():
+        named += [f"{experts}.0.up_proj.weight" for experts in family.experts]
         named += [name for stack in family.stacked for name in stack.names().values()]
     for name in named:
         assert shape._ROUTED.search(f"model.layers.0.{name}"), name
