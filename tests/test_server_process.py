@@ -186,6 +186,17 @@ def test_a_killed_guard(tmp_path: Path) -> None:
     os.kill(daemon, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_the_guard_ends_as_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    """Also by SIGKILL, with which SGLang ends its own processes; the log has nothing of the
+    guard."""
+    log = tmp_path / "log"
+    program = f"import os; print('why', flush=True); os.kill(os.getpid(), {number.value})"
+    with process_group([sys.executable, "-c", program], log) as process:
+        assert process.wait(30) == -number
+    assert log.read_text() == "why\n"
+
+
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with process_group([str(tmp_path / "absent")], log) as process:

@@ -109,7 +109,8 @@ def _end_like(code: int) -> None:
     """Ends this process with a code, or by a signal, if the code is negative."""
     if code < 0:
         _prctl(_SET_DUMPABLE, 0)  # the server's core dump is enough
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # it has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(abs(code))
 
