@@ -21,6 +21,7 @@ from typing import Any
 
 import sglang_argument_checks as of_arguments
 import sglang_layer_checks as layers
+import sglang_sweep_checks as sweeps
 from context_checks import check_context
 from contract_checks import check_flags, check_table
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
@@ -512,6 +513,8 @@ if __name__ == "__main__":
     of_arguments.check_long_prompts_are_not_captured(LOG)
     of_arguments.check_how_a_draft_model_is_loaded()
     check_lost_hooks_are_noticed()
+    sweeps.check_references_are_found_in_one_sweep()
+    sweeps.check_the_registry_is_left_as_it_was()
     layers.check_padding()
     layers.check_draft_models()
     layers.check_no_mask_that_nobody_fills()
