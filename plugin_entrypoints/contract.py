@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from types import CodeType
 from typing import Any, Literal
 
 from kt_kernel.serving.option_table import OptionError
@@ -324,7 +325,10 @@ def exists(target: str) -> bool:
         return False
     if not colon or hasattr(found, last):
         return True
-    return isinstance(found, type) and last in instance_attributes(found)
+    # The sources of whole classes take a second, so single methods are tried first.
+    return isinstance(found, type) and (
+        _stored_by_a_method(found, last) or last in instance_attributes(found)
+    )
 
 
 def _find(target: str) -> Any:
@@ -345,21 +349,51 @@ def instance_attributes(owner: type) -> frozenset[str]:
     for base in owner.__mro__:
         found.update(base.__dict__.get("__annotations__", {}))
         found.update(base.__dict__.get("__struct_fields__", ()))
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(base)))
-        except (OSError, TypeError, SyntaxError):
-            continue
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "self"
-            ):
-                found.add(node.attr)
-            elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
-                found.update(argument.arg for argument in node.args.args + node.args.kwonlyargs)
+        found |= _stored_in(base)
     return frozenset(found)
+
+
+def _stored_by_a_method(owner: type, name: str) -> bool:
+    """Whether the source of a method whose code has the name shows that instances have it."""
+    for base in owner.__mro__:
+        for method in vars(base).values():
+            method = getattr(method, "__func__", method)
+            if not callable(method):
+                continue
+            function = inspect.unwrap(method)
+            if name in _names(getattr(function, "__code__", None)) and name in _stored_in(function):
+                return True
+    return False
+
+
+def _names(code: CodeType | None) -> set[str]:
+    """The names in a function, and in those inside it."""
+    if code is None:
+        return set()
+    inside = (_names(part) for part in code.co_consts if isinstance(part, CodeType))
+    return {*code.co_names, *code.co_varnames}.union(*inside)
+
+
+@cache
+def _stored_in(owner: Any) -> set[str]:
+    """What the source of a class or a function assigns to ``self``, and the arguments of
+    constructors."""
+    found: set[str] = set()
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(owner)))
+    except (OSError, TypeError, SyntaxError):
+        return found
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.ctx, ast.Store)
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        ):
+            found.add(node.attr)
+        elif isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            found.update(argument.arg for argument in node.args.args + node.args.kwonlyargs)
+    return found
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -138,6 +138,29 @@ def test_a_group_ends_with_its_parent(number: signal.Signals, code: int, tmp_pat
     assert not any(map(running, everyone))
 
 
+RUNS = """
+import sys
+from kt_kernel.serving.server_process import run_guarded
+
+sys.exit(run_guarded([sys.executable, "-c", *sys.argv[1:]], patience=1))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_is_run_to_its_end(number: signal.Signals, tmp_path: Path) -> None:
+    """As the demo's training: it has this process's output, and ends if this process is killed."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", RUNS]
+    with open(log, "wb") as output:
+        parent = subprocess.Popen([*command, FAMILY, "waits"], stdout=output)
+    everyone = family(log)
+    os.kill(parent.pid, number)
+    assert parent.wait(30) == -number
+    wait_for_the_end(everyone)
+    assert not any(map(running, everyone))
+    assert subprocess.run([*command, "raise SystemExit(3)"], timeout=30).returncode == 3
+
+
 def wait_for_the_end(everyone: list[int]) -> None:
     end = time.monotonic() + 20
     while any(map(running, everyone)) and time.monotonic() < end:
@@ -161,6 +184,17 @@ def test_a_killed_guard(tmp_path: Path) -> None:
         os.kill(process.pid, signal.SIGKILL)
     assert not any(map(running, everyone)) and process.returncode == -signal.SIGKILL
     os.kill(daemon, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGABRT])
+def test_the_guard_ends_as_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    """Also by SIGKILL, with which SGLang ends its own processes; the log has nothing of the
+    guard."""
+    log = tmp_path / "log"
+    program = f"import os; print('why', flush=True); os.kill(os.getpid(), {number.value})"
+    with process_group([sys.executable, "-c", program], log) as process:
+        assert process.wait(30) == -number
+    assert log.read_text() == "why\n"
 
 
 def test_a_command_that_does_not_exist(tmp_path: Path) -> None:

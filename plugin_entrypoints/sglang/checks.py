@@ -12,7 +12,7 @@ from kt_kernel.serving.own_loading import loads_in_its_own_way
 from kt_kernel.serving.tuned import Start
 
 from ..common import refuse_class, refuse_streaming, warn_of_trace
-from .contract import BESIDE_COLD, CONTRACT, REFUSED_SPECULATION
+from .contract import BESIDE_COLD, CONTRACT, REFUSED_DRAFT, REFUSED_SPECULATION
 from .graphs import leave_long_prompts
 from .options import OPTIONS_KEY, decide, model_config_of, options_of, resolved
 
@@ -77,6 +77,7 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
     CONTRACT.refuse(arguments)
     if arguments.speculative_algorithm is not None:
         CONTRACT.refuse(arguments, REFUSED_SPECULATION)
+        _refuse_draft(arguments)
     refuse_streaming(arguments.device, options)
     cold = _some_are_cold(model_config, options)
     if cold:
@@ -98,6 +99,24 @@ def prepared(arguments: Any, model_config: Any, options: KTOptions) -> KTOptions
         own_loading=loads_in_its_own_way(CONTRACT.package, classes),
     )
     return prepare(options, model_config.hf_text_config, served, _logger)
+
+
+def _refuse_draft(arguments: Any) -> None:
+    """Raises OptionError if the experts of a draft model are not loaded from files."""
+    try:
+        CONTRACT.refuse(arguments, REFUSED_DRAFT)
+    except OptionError:
+        from kt_kernel.serving.draft import may_have_experts  # most starts do not need it
+
+        # The draft's configuration is only read if it counts. Without a path, the draft is a part
+        # of the served model.
+        draft, revision = arguments.speculative_draft_model_path, arguments.revision
+        if draft is not None:
+            revision = arguments.speculative_draft_model_revision
+        if arguments.speculative_algorithm != "NGRAM" and may_have_experts(
+            draft or arguments.model_path, revision
+        ):
+            raise
 
 
 def _start(arguments: Any, model_config: Any) -> Start:

@@ -16,12 +16,12 @@ from ..common import (
 )
 from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, FUSED_MOE, KT_WRAPPER, LOADING, SRT
+from .registry_contract import CALLS_WITH_ARGUMENTS, HOOK_SOURCE, HOOKING
 
 _ARGUMENTS = f"{SRT}.server_args:ServerArgs"
 _OVERRIDES = f"{SRT}.arg_groups.overrides"
 _RUNNER = f"{SRT}.layers.moe.moe_runner"
 _MODEL_RUNNER = f"{SRT}.model_executor"
-_REGISTRY = f"{SRT}.plugins.hook_registry"
 _TOKENIZER = f"{SRT}.managers.tokenizer_manager:TokenizerManager"
 _CONTROL = f"{SRT}.managers.tokenizer_control_mixin:TokenizerControlMixin"
 _SCHEDULER = f"{SRT}.managers.scheduler:Scheduler"
@@ -220,8 +220,9 @@ REFUSED_SPECULATION = (
         ("none", None),
         "expert-parallel dispatch does not support CPU experts",
     ),
-    Refusal("speculative_draft_load_format", (None, *LOAD_FORMATS), _ONE_BY_ONE),
 )
+# Checked with a draft model that may have experts.
+REFUSED_DRAFT = (Refusal("speculative_draft_load_format", (None, *LOAD_FORMATS), _ONE_BY_ONE),)
 # Checked if some experts are cold.
 BESIDE_COLD = (
     Refusal(
@@ -241,7 +242,6 @@ BESIDE_COLD = (
 
 _ADDS_ARGUMENTS = "SGLang lets plugins add arguments"
 _TELLS_PADDING = "a layer gets the padding rows"
-_CALLS_WITH_ARGUMENTS = "SGLang calls plugins with the finished arguments"
 _SCALES_TWICE = (
     "these models multiply the layer's output by routed_scaling_factor, two of them only on one of "
     "two code paths; a class that no layer has makes their check fail"
@@ -278,23 +278,7 @@ DECLARE_LATE = Name(
 
 NAMES = (
     # SGLang's plugins
-    Name(
-        f"{_REGISTRY}:HookRegistry.register", "called", "registers hooks that SGLang then applies"
-    ),
-    Name(
-        f"{_REGISTRY}:HookRegistry._apply_target",
-        "called",
-        "applies hooks in the main process, which gets the options after SGLang applied all hooks",
-        until=_CALLS_WITH_ARGUMENTS,
-    ),
-    Name(
-        f"{_REGISTRY}:HookRegistry._hooks",
-        "read",
-        "the hooks of other plugins: two replacements of one target are a conflict",
-        until="SGLang refuses two replacements of one function",
-    ),
-    Name(f"{_REGISTRY}:HookType.REPLACE", "read", "the kind of hook that may conflict"),
-    Name(f"{_REGISTRY}:HookSource", "called", "names our plugin in SGLang's log"),
+    *HOOKING,
     # Arguments
     Name(
         f"{_ARGUMENTS}.add_cli_args",
@@ -313,14 +297,14 @@ NAMES = (
         f"{_ARGUMENTS}.check_server_args",
         "wrapped",
         "refuses unsupported settings before a worker starts; installs the hooks",
-        until=_CALLS_WITH_ARGUMENTS,
+        until=CALLS_WITH_ARGUMENTS,
     ),
     Name(f"{SRT}.runtime_context:get_server_args", "called", "where a worker finds the options"),
     Name(
         f"{SRT}.runtime_context:get_context",
         "called",
         "whether processes have already read arguments, and where",
-        until=_CALLS_WITH_ARGUMENTS,
+        until=CALLS_WITH_ARGUMENTS,
     ),
     RESOLVING_VIEW,
     MODEL_CONFIG,
@@ -472,7 +456,7 @@ NAMES = (
 # ---- attributes of SGLang's objects
 
 ATTRIBUTES = (
-    Attributes(f"{_REGISTRY}:HookSource", ("plugin_name",), "the owner of a conflicting hook"),
+    HOOK_SOURCE,
     Attributes(
         _ARGUMENTS,
         (
@@ -500,6 +484,8 @@ ATTRIBUTES = (
             "mem_fraction_static",
             "base_gpu_id",
             "speculative_num_draft_tokens",
+            "speculative_draft_model_path",
+            "speculative_draft_model_revision",
             "tp_size",
         ),
         "read from the resolved arguments",

@@ -9,9 +9,9 @@ import dataclasses
 import logging
 from typing import Any
 
-from kt_kernel.runtime.variant import kernel_kind
-from kt_kernel.serving.model_config import may_be_streamed
+from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.serving.options import KTOptions
+from kt_kernel.serving.streamed_models import may_stream
 
 from .options import decide
 
@@ -47,13 +47,14 @@ def leave_long_prompts(
     Does nothing if experts are not streamed, or if the user chose which prompts are captured.
 
     server_args, arguments: SGLang's, as given and resolved; some experts are cold. config: that of
-    the language model.
+    the language model. options: prepared.
     """
     graphs = arguments.cuda_graph_config
     prefill, threshold = graphs.prefill, options.given_threshold
-    if arguments.device != "cuda" or prefill.backend == "disabled" or threshold == 0:
+    if arguments.device != "cuda" or prefill.backend == "disabled":
         return
-    if kernel_kind() and threshold is None or not may_be_streamed(config):  # streaming is off then
+    checkpoint = None if options.weight_path is None else open_checkpoint(options.weight_path)
+    if not may_stream(options, config, checkpoint):
         return
     given = getattr(server_args, _GIVEN, None)
     if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):

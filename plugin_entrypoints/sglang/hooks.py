@@ -23,6 +23,7 @@ from typing import Any, Literal
 from kt_kernel.serving.option_table import OptionError
 
 from .contract import CONTRACT
+from .sweep import one_sweep
 
 _PLUGIN = "kt_moe"  # the name of our entry point
 _WITHOUT = {name.target: name.without for name in CONTRACT.names}
@@ -79,7 +80,7 @@ def apply(hooks: Iterable[Hook]) -> None:
     for hook in hooks:
         _refuse_if_taken(hook)
     source = HookSource(_PLUGIN, "kt-moe")
-    with _quiet(HookRegistry.__module__):  # it logs a line for each hook
+    with _quiet(HookRegistry.__module__), one_sweep():  # it logs a line for each hook
         for hook in hooks:
             if in_effect(hook) or (hook.without and not hook.exists()):
                 continue

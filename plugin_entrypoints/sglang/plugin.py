@@ -14,7 +14,7 @@ from kt_kernel.serving.option_table import OptionError
 
 from .. import failure
 from ..common import choose, install
-from . import hooks, startup
+from . import hooks, startup, sweep
 from .checks import checked_options_of
 from .contract import BEFORE_LAUNCH, CONTRACT
 from .hooks import Hook
@@ -72,6 +72,7 @@ def _register_in_worker() -> None:
         raise OptionError(_problem)
     try:
         hooks.register(_serving_hooks())
+        sweep.once_when_applied()
     except Exception as error:
         raise OptionError(
             f"the plugin cannot be installed in a worker ({type(error).__name__}: {error})"

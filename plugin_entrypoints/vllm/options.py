@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 from kt_kernel.runtime.gpu import gpu_memory_from_outside
+from kt_kernel.serving.model_config import has_experts
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.own_loading import loads_in_its_own_way
@@ -16,7 +17,7 @@ from kt_kernel.serving.tuned import Start
 
 from ..common import choose, refuse_class, refuse_streaming
 from .contract import CONTRACT
-from .settings_contract import REFUSED_SPECULATION, REFUSED_WITH_RANKS
+from .settings_contract import REFUSED_DRAFT, REFUSED_SPECULATION, REFUSED_WITH_RANKS
 
 CONFIG_KEY = "kt"
 
@@ -75,8 +76,14 @@ def prepared(config: Any, options: KTOptions) -> KTOptions:
     ranks = config.parallel_config.tensor_parallel_size
     if ranks > 1:
         CONTRACT.refuse(config, REFUSED_WITH_RANKS)
-    if config.speculative_config is not None:
+    speculative = config.speculative_config
+    if speculative is not None:
         CONTRACT.refuse(config, REFUSED_SPECULATION)
+        # Without a draft model, with n-grams, vLLM has the served one's configuration there.
+        if speculative.method != "ngram" and has_experts(
+            speculative.draft_model_config.hf_text_config
+        ):
+            CONTRACT.refuse(config, REFUSED_DRAFT)
     device = config.device_config.device_type
     refuse_streaming(device, options)
     served = ServedModel(

@@ -51,6 +51,9 @@ REFUSED_SPECULATION = (
         "this method of speculative decoding is not supported with kt options",
         "--speculative-config",
     ),
+)
+# Checked with a draft model that has experts.
+REFUSED_DRAFT = (
     Refusal(
         "speculative_config.draft_load_config.load_format",
         (None, *LOAD_FORMATS),  # None: that of the served model

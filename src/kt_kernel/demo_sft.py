@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from pathlib import Path
 
 from . import demo
 from .serving.flags import exit_with
 from .serving.option_table import OptionError
+from .serving.server_process import run_guarded
 from .training.run import ADAPTER, RUN
 
 SETTINGS = Path(__file__).parent / "demo_text" / "sft.toml"
@@ -49,18 +48,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_to_its_end(command: list[str]) -> int:
-    """Runs a command, and returns its exit code. Ctrl-C is left to the command.
+    """Runs a command, and returns its exit code. Ctrl-C is left to the command, which ends if this
+    process is killed.
 
     OpenMP's threads, which compute attention, sleep while they wait: awake they take the cores from
     the experts' threads, and from everything else on a machine that is busy.
     """
-    environment = {"OMP_WAIT_POLICY": "passive"} | os.environ
-    with subprocess.Popen(command, env=environment) as process:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            return process.wait()
-        finally:
-            signal.signal(signal.SIGINT, previous)
+    return run_guarded(command, {"OMP_WAIT_POLICY": "passive"} | os.environ)
 
 
 def _arguments(arguments: list[str] | None) -> argparse.Namespace:

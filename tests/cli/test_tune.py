@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,61 +13,19 @@ from typing import Any
 import pytest
 import torch
 from outcome import failed
-from safetensors.torch import load_file, save_file
+from tune_cases import CONTENT, DEMO_MODEL, SMALL
 
-import kt_kernel
 from kt_kernel.checkpoint.safetensors.families import FAMILIES
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.serving.preflight import ServedModel, prepare
 from kt_kernel.serving.server_process import ServerFailed
 from kt_kernel.serving.tuned import Start
 from kt_kernel.tuning import cpu, disturbance, plan, run, shape, small_engine
-from kt_kernel.tuning.arguments import OVERRIDES_FLAG
-from kt_kernel.tuning.rates import CpuRates, GpuRates, HostRates
+from kt_kernel.tuning.rates import HostRates
 from kt_kernel.tuning.shape import as_config, shape_of
 
-DEMO_MODEL = Path(kt_kernel.__file__).parent / "demo_model"
-CONTENT = json.loads((DEMO_MODEL / "config.json").read_text())
 LAYERS_LESS = {"num_hidden_layers": CONTENT["num_hidden_layers"] - 3}
-SMALL = "--context", 512, "--prompt", 128, "--answer", 64
-
-
-class Here:
-    """In place of a process that calls functions: this one, in which tests have changed them."""
-
-    def __enter__(self) -> Here:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def __call__(self, function: Any, *arguments: Any) -> Any:
-        return function(*arguments)
-
-
-@pytest.fixture(autouse=True)
-def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setattr(cpu, "_SECONDS", 0.0)  # each point twice
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(run, "Apart", Here)
-    monkeypatch.setattr(run, "host_rates", lambda: (20e9, 1e11))
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU whose rates are known, and so are those of the CPU, which a busy machine changes."""
-
-    def known(*given: Any) -> CpuRates:
-        measured = cpu.cpu_rates(*given)
-        return replace(measured, experts=((1, 1e-4), (64, 6e-3)), rows=((1, 1e-4), (64, 1e-3)))
-
-    monkeypatch.setattr(run, "cpu_rates", known)
-    rates = GpuRates("GPU", 20 << 30, ((1, 5e-5), (64, 6e-5)), 2e-6, 3e12, 5e14, 50e9, ((1, 6e-5),))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "measure_gpu", lambda shape, device: rates)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (rates.total, rates.total))
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_on_the_cpu(kt: Any, tmp_path: Path) -> None:
@@ -114,7 +70,8 @@ def test_on_a_busy_machine(kt: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert json.loads(kt(*given, "--no-save", "--json")[1])["disturbed"] == marked
 
 
-def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
+def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "DEFAULT_MEMORY", 16 << 20)
     given = "tune", DEMO_MODEL, *SMALL, "--json", "--engine", "sglang", "--methods", "INT4_G32"
     code, out, err = kt(*given, "--gpu-memory", "5GB")
     found = json.loads(out)
@@ -123,14 +80,14 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
     assert "--mem-fraction-static 0.150" in found["command"]  # 2 of 5 GB are SGLang's own
     assert found["options"]["num_gpu_experts"] == CONTENT["num_experts"]
     assert "all experts fit on the GPU" in found["why"]
-    # The engine and streaming take 4 GiB, an expert of 8 layers 1.5 MiB, the rest about 10.
-    code, out, _ = kt(*given, "--gpu-memory", "4108MB", "--no-save")
+    # The engine takes 2 GiB, streaming 16 MiB, an expert of 8 layers 1.5, the rest about 10.
+    code, out, _ = kt(*given, "--gpu-memory", "2076MB", "--no-save")
     some = json.loads(out)["options"]["num_gpu_experts"]
     assert 0 < some < CONTENT["num_experts"]
-    code, out, _ = kt(*given, "--gpu-memory", "4100MB", "--no-save")
+    code, out, _ = kt(*given, "--gpu-memory", "2068MB", "--no-save")
     assert "no hot expert fits" in json.loads(out)["why"]
     packed = json.loads(
-        kt(*given, "--gpu-memory", "4108MB", "--hot-format", "packed", "--no-save")[1]
+        kt(*given, "--gpu-memory", "2076MB", "--hot-format", "packed", "--no-save")[1]
     )
     assert packed["options"]["hot_format"] == "packed"
     assert packed["options"]["num_gpu_experts"] > 3 * some
@@ -145,10 +102,13 @@ def test_with_a_gpu(kt: Any, gpu: None, tmp_path: Path) -> None:
         assert options.num_gpu_experts == count, share
 
 
-def test_on_several_gpus(kt: Any, gpu: None, tmp_path: Path) -> None:
+def test_on_several_gpus(
+    kt: Any, gpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A number of hot experts is that of one GPU, so the memory for them is recommended, which
     counts for each GPU; a start takes no number from the file."""
-    given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--gpu-memory", "4108MB"
+    monkeypatch.setattr(plan, "DEFAULT_MEMORY", 16 << 20)
+    given = "tune", DEMO_MODEL, *SMALL, "--methods", "INT4_G32", "--gpu-memory", "2076MB"
     one = json.loads(kt(*given, "--json", "--no-save")[1])
     assert one["not_predicted"] == []
     speculation = """-sc '{"method": "ngram"}'"""
@@ -176,85 +136,6 @@ def test_on_several_gpus(kt: Any, gpu: None, tmp_path: Path) -> None:
     assert "); -sc (a step gives one token" in out
 
 
-def test_experts_that_an_engine_loads_in_its_own_way(kt: Any, gpu: None, tmp_path: Path) -> None:
-    """As many are hot as fit in 16 bits, as the server holds them, and not in the model's FP8."""
-    write_fp8(tmp_path / "model")
-    weights = 3 * CONTENT["hidden_size"] * CONTENT["moe_intermediate_size"]
-    given = "tune", tmp_path / "model", *SMALL, "--gpu-memory", "4200MB", "--no-save", "--json"
-    scales = 4 / 128**2
-    for name, engine, each in (
-        ("Qwen3MoeForCausalLM", "vllm", 1 + scales),
-        ("InklingForCausalLM", "vllm", 2),
-        ("InklingForConditionalGeneration", "vllm", 2),
-        ("InklingForCausalLM", "sglang", 1 + scales),
-        ("GptOssForCausalLM", "vllm", 2),
-        ("GptOssForCausalLM", "sglang", 2),
-    ):
-        changes = json.dumps({"architectures": [name]})
-        more = "--engine-args", shlex.join([OVERRIDES_FLAG[engine], changes]), "--engine", engine
-        code, out, err = kt(*given, *more)
-        assert code == 0, err
-        found = json.loads(out)
-        bytes_of = {row["num_gpu_experts"]: row["gpu_bytes"] for row in found["candidates"]}
-        assert bytes_of[2] == 2 * CONTENT["num_hidden_layers"] * weights * each, (name, engine)
-        result = kt(*given, *more, "--hot-format", "engine")
-        assert (result[0] == 0) == (each != 2), result
-        if each == 2:
-            line = "--kt-hot-format engine: the engine loads the experts of this class in its own"
-            failed(result, 1, line)
-
-
-def write_fp8(folder: Path) -> None:
-    """The demo model with experts in FP8, with scales of blocks."""
-    folder.mkdir()
-    tensors = load_file(DEMO_MODEL / "model.safetensors")
-    for name, tensor in list(tensors.items()):
-        if ".experts." in name:
-            rows, columns = (-(-size // 128) for size in tensor.shape)
-            tensors[name] = tensor.to(torch.float8_e4m3fn)
-            tensors[f"{name}_scale_inv"] = torch.ones(rows, columns)
-    save_file(tensors, folder / "model.safetensors")
-    quantised = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    content = CONTENT | {"quantization_config": quantised}
-    (folder / "config.json").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "streamed"),
-    [
-        ({}, "", True),
-        ({"hidden_act": "gelu"}, "", False),
-        ({"model_type": "gpt_oss", "hidden_act": "gelu"}, "", True),
-        ({}, "vector", False),
-    ],
-)
-def test_which_prompts_are_predicted_as_streamed(
-    kt: Any,
-    gpu: None,
-    monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
-    kind: str,
-    streamed: bool,
-) -> None:
-    """Those of models whose experts the server streams."""
-    if kind:
-        monkeypatch.setenv("KT_KERNEL_KIND", kind)
-    more = "--engine-args", shlex.join(["--hf-overrides", json.dumps(changes)])
-    code, out, err = kt(
-        *("tune", DEMO_MODEL, *SMALL, "--engine", "vllm", "--methods", "AMXINT8"),
-        *("--no-save", "--json", *more),
-    )
-    assert code == 0, err
-    rows = [row for row in json.loads(out)["candidates"] if row["num_gpu_experts"] == 0]
-    assert rows and all((row["streaming_from"] is not None) == streamed for row in rows), rows
-
-
-def test_experts_that_cannot_be_packed(kt: Any, gpu: None) -> None:
-    given = "tune", DEMO_MODEL, *SMALL, "--hot-format", "packed", "--methods", "INT4_G32"
-    more = "--engine-args", "--hf-overrides.hidden_act gelu"
-    failed(kt(*given, *more), 1, "--kt-hot-format packed: the engines' kernels for packed weights")
-
-
 def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     failed(
         kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "1GB"),
@@ -263,7 +144,7 @@ def test_what_does_not_fit(kt: Any, gpu: None, monkeypatch: pytest.MonkeyPatch) 
         "it may take 1GB;",
     )
     monkeypatch.setattr(run, "available_memory", lambda: 1 << 20)
-    result = kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "4100MB")
+    result = kt("tune", DEMO_MODEL, *SMALL, "--gpu-memory", "2068MB")
     assert result[0] == 1 and result[1] == ""
     last = result[2].splitlines()[-1]
     assert last.startswith("kt: error: the cold experts take 6.75MB of memory in INT4_G32"), last
@@ -517,12 +398,13 @@ def test_sizes_of_a_model() -> None:
         ({"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 9}, "9F9F"),
         ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "FFFF"),
         ({"layers_block_type": ["mamba", "attention", "moe", "mamba"]}, "0F00"),
+        ({"hybrid_override_pattern": "M*E-"}, "0F00"),
         ({"layer_types": ["full_attention"]}, "FFFF"),  # too short
     ],
 )
 def test_how_far_layers_attend(more: dict[str, Any], reach: str) -> None:
     content = CONTENT | {"num_hidden_layers": 4} | more
-    if "layers_block_type" in more:
+    if more.keys() & {"layers_block_type", "hybrid_override_pattern"}:
         content.pop("decoder_sparse_step")
     found = shape_of("demo", as_config(content))
     assert found.reach == tuple(math.inf if c == "F" else float(c) for c in reach)
@@ -539,8 +421,9 @@ def test_keys_with_two_parts() -> None:
 
 def test_names_of_routed_experts() -> None:
     """No expert counts as a weight besides the experts."""
-    named = [f"{family.experts}.0.up_proj.weight" for family in FAMILIES.values()]
+    named: list[str] = []
     for family in FAMILIES.values():
+        named += [f"{experts}.0.up_proj.weight" for experts in family.experts]
         named += [name for stack in family.stacked for name in stack.names().values()]
     for name in named:
         assert shape._ROUTED.search(f"model.layers.0.{name}"), name

@@ -120,6 +120,33 @@ def test_bytes_of_biases(tmp_path: Path) -> None:
             assert plan_placement(options, config).of(0).num_hot == count, ranks
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bytes_of_experts_without_a_gate(ranks: int) -> None:
+    """Of Nemotron-H."""
+    config = SimpleNamespace(
+        model_type="nemotron_h",
+        mlp_hidden_act="relu2",
+        num_hidden_layers=4,
+        hybrid_override_pattern="ME*E",
+        n_routed_experts=E,
+        num_experts_per_tok=2,
+        hidden_size=H,
+        moe_intermediate_size=INTER,
+    )
+    part = INTER // ranks
+    up, down = (torch.zeros(size, dtype=torch.bfloat16) for size in ((part, H), (H, part)))
+    each = up.nbytes + down.nbytes
+    for memory, count in ((2 * 3 * each, 3), (2 * 3 * each - 1, 2)):
+        given = KTOptions(gpu_experts_memory=memory, expert_placement_strategy="front-loading")
+        options = prepare(given, config, ServedModel("org/model", ranks=ranks))
+        plan = plan_placement(options, config)
+        assert plan.of(1).num_hot + plan.of(3).num_hot == memory // each
+        uniform = prepare(
+            replace(given, expert_placement_strategy=None), config, ServedModel("m/m", ranks=ranks)
+        )
+        assert plan_placement(uniform, config).of(3).num_hot == count
+
+
 @pytest.mark.parametrize(
     ("memory", "counts"),
     [

@@ -82,6 +82,21 @@ def test_a_small_multimodal_model(name: str, path: list[str], tmp_path: Path) ->
         assert all(moved[e].equal(kept[e - 1]) and not moved[e].equal(kept[e]) for e in range(8))
 
 
+def test_a_small_model_has_the_names_of_published_ones(tmp_path: Path) -> None:
+    """transformers writes others for Kimi-K2.5, which the engines do not read."""
+    config = transformers.Kimi_K25Config().to_dict()
+    config |= {"architectures": ["KimiK25ForConditionalGeneration"]}
+    write_small_model(small_config(config), tmp_path)
+    for part in ("model", "control"):
+        names = open_checkpoint(tmp_path / part).tensors
+        assert "language_model.model.layers.0.input_layernorm.weight" in names
+        of_text = [name for name in names if name.startswith("language_model.")]
+        assert not any(".blocks." in name for name in of_text)
+        assert {"mm_projector", "language_model", "vision_tower"} == {
+            name.partition(".")[0] for name in names
+        }
+
+
 @pytest.mark.parametrize(
     ("config", "line"),
     [

@@ -392,3 +392,9 @@ def test_layers_are_not_known(tmp_path: Path) -> None:
     assert "layers 0, 2, 4-7" in check(tmp_path)
     error = check(tmp_path, config=unknown | {"num_hidden_layers": 3})
     assert "changes experts of layer 3; the model has 3 layers" in error
+
+
+def test_experts_without_a_gate(tmp_path: Path) -> None:
+    write(tmp_path, **OF_DEMO)
+    error = check(tmp_path, config={"model_type": "nemotron_h", "mlp_hidden_act": "relu2"})
+    assert error.startswith(f"--kt-expert-lora-path {tmp_path}: an adapter cannot be merged into")

@@ -222,6 +222,14 @@ def test_a_damaged_need(damaged: str) -> None:
     assert used(start()) == {k: v for k, v in OPTIONS.items() if k != "num_gpu_experts"}
 
 
+@pytest.mark.parametrize("kind", ["../../../elsewhere", "a/b", "..", ""])
+def test_a_model_type_leads_to_no_other_folder(kind: str) -> None:
+    config = SimpleNamespace(**vars(CONFIG) | {"model_type": kind})
+    path = tuned.path_of(tuned.model_key(config))
+    assert path.resolve().parent == (tuned.config_folder() / "tuned").resolve()
+    assert not path.name.startswith(".")
+
+
 def test_quantised_models_have_their_own_file() -> None:
     quantised = SimpleNamespace(**vars(CONFIG) | {"quantization_config": {"quant_method": "fp8"}})
     key = tuned.model_key(quantised)

@@ -89,6 +89,8 @@ def run(python: str, script: str, folder: Path, env: dict[str, str], **job: Any)
 def check_hooks(python: str, script: str, env: dict[str, str], *arguments: str) -> None:
     """Runs a script of checks in an engine's environment. It must end with OK."""
     command = [python, HERE / script, *arguments]
+    paths = env.get("PYTHONPATH"), str(HERE.parent)  # with what all tests share
+    env = env | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0 and done.stdout.strip().endswith("OK"), done.stdout + done.stderr
 

@@ -13,13 +13,15 @@ import pickle
 import pkgutil
 import textwrap
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import sglang_argument_checks as of_arguments
 import sglang_layer_checks as layers
+import sglang_sweep_checks as sweeps
 from context_checks import check_context
 from contract_checks import check_flags, check_table
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
@@ -213,7 +215,8 @@ def check_refused_arguments() -> None:
     server_args = ServerArgs(DEMO_MODEL, device="cpu")
     server_args.resolve_once()
     contract.CONTRACT.refuse(resolving_view(server_args))
-    refusals = (*contract.REFUSED, *contract.REFUSED_SPECULATION, *contract.BESIDE_COLD)
+    drafts = (*contract.REFUSED_SPECULATION, *contract.REFUSED_DRAFT)
+    refusals = (*contract.REFUSED, *drafts, *contract.BESIDE_COLD)
     parser = ArgumentParser()
     ServerArgs.add_cli_args(parser)
     check_flags(contract.CONTRACT, parser, refusals)
@@ -304,10 +307,6 @@ def check_arguments_that_need_more() -> None:
         with decided(server_args, speculative_algorithm="EAGLE") as arguments:
             line = "--speculative-moe-runner-backend flashinfer_cutlass: the kernel of"
             assert refusal(arguments).startswith(line), refusal(arguments)
-    draft = {"speculative_algorithm": "EAGLE", "speculative_draft_load_format": "dummy"}
-    with decided(server_args, **draft) as arguments:
-        line = "--speculative-draft-load-format dummy: cold experts need their weights one by one"
-        assert refusal(arguments).startswith(line), refusal(arguments)
     for algorithm in ("NGRAM", "EAGLE"):
         with decided(server_args, speculative_algorithm=algorithm) as arguments:
             assert refusal(arguments) == ""
@@ -404,67 +403,6 @@ def check_kernels_skip_cold_experts() -> None:
     assert outcome(selected="triton") == ("triton", 0)
     line = error_of(outcome, "--moe-runner-backend", "triton_kernel")
     assert line.startswith("--moe-runner-backend triton_kernel: the kernel of"), line
-
-
-def check_long_prompts_are_not_captured() -> None:
-    """SGLang captures short prompts only, or those below a given threshold, and the log says so,
-    unless the user chose which ones are captured, nothing can be streamed, or no expert is cold.
-    Batches as long as those that are captured for decoding are not streamed, and stay captured."""
-    sizes = [16, 256, 512, 2048, 8192]
-
-    def outcome(
-        flags: str = "",
-        hot: int = 3,
-        device: str = "cuda",
-        decoding: int = 4,
-        config: Mapping[str, Any] = MappingProxyType({}),
-        **given: Any,
-    ) -> Any:
-        """Sizes that the worker captures, and the lines of the log about it."""
-        LOG.clear()
-        parser = ArgumentParser()
-        ServerArgs.add_cli_args(parser)
-        server_args = ServerArgs.from_cli_args(parser.parse_args([*BASE, *flags.split()]))
-        server_args.resolve_once()
-        graphs = resolving_view(server_args).cuda_graph_config
-        prefill = dataclasses.replace(graphs.prefill, backend="breakable", bs=sizes, max_bs=8192)
-        decode = dataclasses.replace(graphs.decode, backend="full", bs=[1, decoding])
-        declare_resolution(
-            server_args,
-            "test",
-            device=device,
-            cuda_graph_config=dataclasses.replace(graphs, decode=decode, prefill=prefill),
-        )
-        checked = KTOptions.from_mapping({"num_gpu_experts": hot} | given)
-        setattr(server_args, options.OPTIONS_KEY, checked.to_mapping())
-        model_config_of(server_args).hf_text_config.update(config)
-        checks.checked_options_of(server_args)
-        publish(pickle.loads(pickle.dumps(server_args)), role="scheduler")
-        prefill = get_exec().graph.cuda_graph_config.prefill
-        assert prefill.backend == "disabled" or prefill.max_bs == max(prefill.bs)
-        lines = [line for line in LOG if "--cuda-graph-max-bs-prefill" in line]
-        return None if prefill.backend == "disabled" else prefill.bs, len(lines)
-
-    assert outcome() == ([16, 256], 1)
-    assert outcome(gpu_prefill_token_threshold=512) == ([16, 256], 1)
-    assert outcome(gpu_prefill_token_threshold=4000) == ([16, 256, 512, 2048], 1)
-    assert outcome(gpu_prefill_token_threshold=5) == (None, 1)
-    assert outcome(decoding=512) == ([16, 256, 512], 1)
-    assert outcome(decoding=256, gpu_prefill_token_threshold=5) == ([16, 256], 1)
-    for unchanged in (
-        outcome("--cuda-graph-max-bs-prefill 8192"),
-        outcome("--cuda-graph-bs-prefill 16 8192"),
-        outcome(hot=DEMO_EXPERTS),
-        outcome(device="cpu"),
-        outcome(gpu_prefill_token_threshold=0),
-        outcome(gpu_prefill_token_threshold=8193),
-        outcome(config={"swiglu_limit": 7.0}),
-        outcome(config={"hidden_act": "gelu"}),
-    ):
-        assert unchanged == (sizes, 0)
-    os.environ["KT_KERNEL_KIND"] = "vector"
-    assert outcome() == (sizes, 0)
-    del os.environ["KT_KERNEL_KIND"]
 
 
 class Fusing:
@@ -572,8 +510,11 @@ if __name__ == "__main__":
     check_starts_that_fail()
     check_shared_experts_stay_apart()
     check_kernels_skip_cold_experts()
-    check_long_prompts_are_not_captured()
+    of_arguments.check_long_prompts_are_not_captured(LOG)
+    of_arguments.check_how_a_draft_model_is_loaded()
     check_lost_hooks_are_noticed()
+    sweeps.check_references_are_found_in_one_sweep()
+    sweeps.check_the_registry_is_left_as_it_was()
     layers.check_padding()
     layers.check_draft_models()
     layers.check_no_mask_that_nobody_fills()

@@ -67,6 +67,49 @@ class Shape:
 SHAPE = f"{__name__}:Shape"
 
 
+def concealing(method: Any) -> Any:
+    """A decorator that does not say what it wraps."""
+    return lambda self: method(self)
+
+
+class Made:
+    """Instances get attributes in several ways."""
+
+    noted: int
+
+    def __init__(self, given: int, *, only: int = 0) -> None:
+        self.given = given
+
+    def stores(self) -> None:
+        self.one, self.other = 1, 2
+
+    def stores_later(self) -> Any:
+        def inside() -> None:
+            self.inner = 1
+
+        return inside
+
+    @functools.lru_cache  # noqa: B019 - never called
+    def wrapped(self) -> None:
+        self.cached = 1
+
+    @concealing
+    def concealed(self) -> None:
+        self.hidden = 1
+
+    def reads(self) -> Any:
+        return self.read  # type: ignore[attr-defined]
+
+
+class Heir(Made):
+    def more(self) -> None:
+        self.own = 1
+
+
+HEIR = f"{__name__}:Heir"
+OF_HEIRS = "noted given only one other inner cached hidden own"
+
+
 def contract(**entries: Any) -> Contract:
     made = Contract("JSON", "json", ">=2", {"2.0.0": "", "2.0.9": ""}, (), (), ())
     return replace(made, **entries)
@@ -85,6 +128,8 @@ def contract(**entries: Any) -> Contract:
         ("json:Missing.encode", False),
         (f"{SHAPE}.beta", True),
         (f"{SHAPE}.size", True),
+        *((f"{HEIR}.{name}", True) for name in OF_HEIRS.split()),
+        (f"{HEIR}.read", False),
     ],
 )
 def test_existence(target: str, there: bool) -> None:

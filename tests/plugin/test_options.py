@@ -109,7 +109,23 @@ def test_spellings(name: str, value: Any) -> None:
                 {"gpu_prefill_memory": size, "gpu_prefill_token_threshold": 1},
                 "--kt-gpu-prefill-memory .*: expected a size in MB or GB, such as 1536MB or 2GB",
             )
-            for size in ("1", "-1GB", "0MB", "1 TB", "GB", 0, -5, 1.5, True)
+            for size in (
+                "1",
+                "-1GB",
+                "0MB",
+                "1 TB",
+                "GB",
+                0,
+                -5,
+                1.5,
+                True,
+                "9" * 400 + "GB",
+                1 << 50,
+            )
+        ),
+        (
+            {"gpu_experts_ratio": 10**400},
+            "--kt-gpu-experts-ratio 10*: expected a number from 0 to 1",
         ),
         (
             {"gpu_prefill_memory": "1GB", "gpu_prefill_token_threshold": 0},
@@ -289,7 +305,7 @@ def test_environment() -> None:
     assert from_environment({"KT_CONFIG": '{"method": "BF16"}'}) == {"method": "BF16"}
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", "BF16"])
+@pytest.mark.parametrize("text", ["{", "[1]", "BF16", 100_000 * "["])
 def test_environment_that_is_no_object(text: str) -> None:
     with pytest.raises(OptionError, match="KT_CONFIG .*JSON"):
         from_environment({"KT_CONFIG": text})

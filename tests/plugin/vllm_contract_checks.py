@@ -53,6 +53,7 @@ from kt_kernel.plugin_entrypoints.vllm.contract import (
 )
 from kt_kernel.plugin_entrypoints.vllm.settings_contract import (
     REFUSED,
+    REFUSED_DRAFT,
     REFUSED_SPECULATION,
     REFUSED_WITH_RANKS,
 )
@@ -116,7 +117,7 @@ def check_configurations() -> None:
     """Checks refusals on the attributes of a real configuration."""
     made = engine_config()
     check_refusals(CONTRACT, made)
-    refusals = (*REFUSED, *REFUSED_WITH_RANKS, *REFUSED_SPECULATION)
+    refusals = (*REFUSED, *REFUSED_WITH_RANKS, *REFUSED_SPECULATION, *REFUSED_DRAFT)
     check_flags(CONTRACT, AsyncEngineArgs.add_cli_args(FlexibleArgumentParser()), refusals)
     refuse = options.prepared
     some = KTOptions(weight_path=str(MODEL), num_gpu_experts=4)
@@ -148,7 +149,9 @@ def check_configurations() -> None:
             line = "--enable-expert-parallel: not supported with"
             assert error_of(refuse, made, some).startswith(line)
     for method in ("ngram", "mtp", "eagle", "eagle3"):
-        speculative = SimpleNamespace(method=method, draft_load_config=None)
+        speculative = SimpleNamespace(
+            method=method, draft_load_config=None, draft_model_config=made.model_config
+        )
         with changed(made, "speculative_config", speculative):
             assert error_of(refuse, made, some) == ""
     with changed(made, "model_config.quantization", "fp8"):
@@ -167,17 +170,25 @@ def check_configurations() -> None:
 
 
 def check_how_a_draft_model_is_loaded() -> None:
-    """As the served one: weights that do not come from files are refused."""
-    given = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
-    for form in ("dummy", "sharded_state", *LOAD_FORMATS):
-        speculative = given | {"draft_load_config": {"load_format": form}}
-        made = engine_config(speculative_config=speculative)
-        found = error_of(options.prepared, made, KTOptions(num_gpu_experts=4))
-        if form in LOAD_FORMATS:
-            assert found == "", found
-            continue
-        line = f"--speculative-config draft_load_config.load_format {form}: cold experts need their"
-        assert found.startswith(line) and "; accepted: auto, hf, " in found, found
+    """As the served one if it has experts: weights that do not come from files are refused."""
+    ngram = {"method": "ngram", "prompt_lookup_max": 2}
+    with tempfile.TemporaryDirectory() as folder:
+        dense = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512}
+        sizes = {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+        (Path(folder) / "config.json").write_text(json.dumps(dense | sizes))
+        eagle = {"method": "eagle", "model": folder}
+        for form in ("dummy", "sharded_state", *LOAD_FORMATS):
+            line = f"--speculative-config draft_load_config.load_format {form}: cold experts need"
+            for given, experts in ((ngram, False), (eagle, False), (eagle, True)):
+                given = given | {"draft_load_config": {"load_format": form}}
+                made = engine_config(speculative_config={"num_speculative_tokens": 2} | given)
+                if experts:
+                    made.speculative_config.draft_model_config = made.model_config
+                found = error_of(options.prepared, made, KTOptions(num_gpu_experts=4))
+                if experts and form not in LOAD_FORMATS:
+                    assert found.startswith(line) and "; accepted: auto, hf, " in found, found
+                else:
+                    assert found == "", found
 
 
 def check_an_empty_quantization_config() -> None:

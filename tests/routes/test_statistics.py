@@ -73,6 +73,7 @@ def changed(path: Path, change: Callable[[dict[str, Any], dict[str, str]], None]
         (ExpertStatistics, lambda t, m: m.update(version="2"), "version 2; expected kt-expert-st"),
         (ExpertStatistics, lambda t, m: m.pop("model"), "its metadata names no model"),
         (ExpertStatistics, lambda t, m: m.update(model="{}"), "description of the model is inval"),
+        (ExpertStatistics, lambda t, m: m.update(model=100_000 * "["), "description of the model"),
         (
             ExpertStatistics,
             lambda t, m: m.update(model=replace(MODEL, num_experts=4).to_json()),

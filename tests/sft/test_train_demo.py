@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 
@@ -63,7 +64,8 @@ def test_only_an_earlier_run_is_removed(calls, tmp_path):
 
 def test_ctrl_c_is_left_to_the_training():
     """It saves a checkpoint then; the demo waits for it."""
-    child = "import os, signal; os.kill(os.getppid(), signal.SIGINT); raise SystemExit(7)"
+    both = f"for process in (os.getppid(), {os.getpid()}): os.kill(process, signal.SIGINT)"
+    child = f"import os, signal\n{both}\nraise SystemExit(7)"
     assert demo_sft.run_to_its_end([sys.executable, "-c", child]) == 7
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 

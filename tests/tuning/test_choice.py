@@ -95,6 +95,8 @@ def test_memory_of_the_cold_experts() -> None:
 def test_room_on_the_gpu() -> None:
     room = room_for(SHAPE, 20e9, 1000, 10)
     assert room.cache == 10 * 1000 * SHAPE.kv_bytes
-    assert room.left == 20e9 - SHAPE.rest_bytes - room.cache - 4 * 2**30
+    assert room.left == 20e9 - SHAPE.rest_bytes - room.cache - 2 * 2**30
+    assert "4GB for the engine and for streaming, " in room.shown(2 << 30)
+    assert "2GB for the engine, " in room.shown(0)
     with pytest.raises(ValueError, match=r"takes 2\.15GB of the GPU without any expert .* 1\.86GB"):
         room_for(SHAPE, 2e9, 1000, 10)

@@ -162,6 +162,15 @@ def test_the_first_layers_of_a_model(model_type: str) -> None:
     assert set(changes) <= {"num_hidden_layers", "layer_types", "mlp_only_layers"}
 
 
+def test_the_first_layers_of_a_model_whose_kinds_are_a_text() -> None:
+    """As Nemotron-H's are published."""
+    content = {"hybrid_override_pattern": "M*EM", "num_hidden_layers": 4, "num_layers": 4}
+    changes = first_layers(content, 3)
+    config = AutoConfig.for_model("nemotron_h", **content | changes)
+    assert config.num_hidden_layers == 3 and config.hybrid_override_pattern == "M*E"
+    assert changes.keys() == {"hybrid_override_pattern", "num_hidden_layers"}
+
+
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "print('ValueError: the reason');"

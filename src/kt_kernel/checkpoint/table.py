@@ -140,7 +140,7 @@ def _families() -> str:
         (
             ", ".join(f"`{t}`" for t in types),
             ", ".join(f"`{a}`" for a, t in ARCHITECTURES.items() if t in types),
-            f"`{family.experts}.{{e}}`",
+            ", ".join(f"`{experts}.{{e}}`" for experts in family.experts),
             "; ".join(_stack(stacked) for stacked in family.stacked),
         )
         for family, types in members.items()

@@ -80,7 +80,7 @@ def text(result: Result) -> str:
         "memory of the hot and the cold experts.",
     ]
     if result.room is not None:
-        lines.append(f"Memory: {result.room}.")
+        lines.append(f"Memory: {result.room.shown(result.streaming_takes)}.")
     if not result.model.engine.measured:
         lines.append(
             f"The times of {result.model.engine.engine} itself are those of another machine."

@@ -21,7 +21,7 @@ from ..weights.expert_tensors import BIASES, MATRICES, Matrix
 from ..weights.formats import LayerForm
 from ..weights.loading import Expert, LoadRecord, batches, bytes_of
 from ..weights.packed import PackedMatrix
-from ..weights.quantised import CoreSource, QuantisedMatrix, column_order, in_order
+from ..weights.quantised import NO_MATRIX, CoreSource, QuantisedMatrix, column_order, in_order
 from ..weights.store import saving
 from . import buffers
 from .arguments import WrapperArguments
@@ -32,10 +32,6 @@ from .weight_checks import DENSE_FORM, WeightChecks
 
 #: Returns what is packed in place of one matrix of a slot: (slot, "gate", matrix) -> matrix.
 ChangeMatrix = Callable[[int, str, torch.Tensor], torch.Tensor]
-
-
-#: (data, scale, zero, global) of a gate that experts do not have.
-NO_MATRIX = (0, 0, 0, 1.0)
 
 
 @contextmanager

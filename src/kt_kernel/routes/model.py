@@ -60,7 +60,7 @@ class RoutedModel:
         """ValueError unless it is what `to_json` returns."""
         try:
             values: Any = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         kinds = {f.name: str if f.name in ("model_type", "name") else int for f in fields(cls)}
         if (

@@ -10,17 +10,21 @@ from ..runtime.text import shown_size
 from ..weights.expert_tensors import BIASES
 from ..weights.formats import BLOCK_SIZE, INT4_ZERO, INT8_ROW
 from ..weights.methods import get_method
-from .model_config import described_layers, expert_sizes, num_experts
+from .model_config import described_layers, expert_sizes, has_gate, num_experts
 from .option_table import ENGINE, PACKED, OptionError
 from .options import KTOptions
 
 FLAG = "--kt-gpu-experts-memory"
-_MATRICES = 3  # gate, up, down
 _BIAS_BYTES = 4  # in SGLang; vLLM's have the type of the weights
 
 
 def hot_expert_bytes(
-    options: KTOptions, hidden: int, inter: int, value_bytes: int, checkpoint: Checkpoint | None
+    options: KTOptions,
+    hidden: int,
+    inter: int,
+    value_bytes: int,
+    checkpoint: Checkpoint | None,
+    gated: bool = True,
 ) -> float:
     """Bytes of one hot expert on a rank.
 
@@ -29,12 +33,14 @@ def hot_expert_bytes(
         hidden, inter: sizes of the rank's part of the expert.
         value_bytes: of a 16- or 32-bit weight on the engine's device.
         checkpoint: the files of the experts, if kt-moe reads them.
+        gated: whether the expert has a gate.
     """
-    weights = _MATRICES * hidden * inter
+    inner = 2 if gated else 1  # matrices besides down: gate and up, or up alone
+    weights = (inner + 1) * hidden * inter
     if options.hot_format == PACKED:
         method = get_method(options.method)
         if method.format == INT8_ROW:
-            return weights + (2 * inter + hidden) * 4  # float32 scales of rows
+            return weights + (inner * inter + hidden) * 4  # float32 scales of rows
         # A nibble per weight and a scale per group; unsigned codes have a zero point per group.
         zeros = 0.5 if method.format == INT4_ZERO else 0
         return weights * (0.5 + (value_bytes + zeros) / _group_size(options, checkpoint))
@@ -42,7 +48,7 @@ def hot_expert_bytes(
         return weights * (1 + 4 / BLOCK_SIZE**2)
     size = weights * value_bytes
     if options.hot_format != ENGINE and checkpoint is not None and _have_biases(checkpoint):
-        size += (2 * inter + hidden) * _BIAS_BYTES
+        size += (inner * inter + hidden) * _BIAS_BYTES
     return size
 
 
@@ -72,7 +78,8 @@ def with_ratio(
             "have experts of which sizes; accepted: --kt-num-gpu-experts, --kt-gpu-experts-ratio"
         )
     experts = num_experts(config)
-    each = hot_expert_bytes(options, hidden, inter // ranks, value_bytes, checkpoint)
+    part = inter // ranks
+    each = hot_expert_bytes(options, hidden, part, value_bytes, checkpoint, has_gate(config))
     pairs, everything = int(memory / each), len(layers) * experts
     least = 1 if options.strategy in ("frequency", "front-loading") else len(layers)
     if pairs < least:

@@ -7,13 +7,31 @@ outlives a step. A draft model, such as the layer that predicts further tokens (
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
+from types import SimpleNamespace
 
+from ..runtime.nested import text_config
 from ..weights.methods import get_method
+from .class_check import read_config
+from .model_config import has_experts
 from .option_table import ENGINE
 from .options import KTOptions
 
 _UNQUANTISED = "BF16"
+
+
+def may_have_experts(model: str, revision: str | None) -> bool:
+    """Whether a draft model may have experts. True if its configuration cannot be read.
+
+    model: folder or repository. revision: of a repository; None: its main branch.
+    """
+    if revision is not None and not os.path.exists(model):
+        model = f"{model}@{revision}"
+    try:
+        return has_experts(SimpleNamespace(**text_config(read_config(model))))
+    except (OSError, ValueError):
+        return True
 
 
 def draft_options(options: KTOptions, quantisation: str | None) -> KTOptions:

@@ -91,13 +91,14 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> dict[str, Any] 
     text = environ.get(ENVIRONMENT_VARIABLE)
     if not text:
         return None
+    place = f"{ENVIRONMENT_VARIABLE} {text[:200]!r}"
     try:
         value = json.loads(text)
-    except ValueError as error:
-        raise OptionError(f"{ENVIRONMENT_VARIABLE} {text!r}: not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{place}: not JSON ({error})") from None
     if not isinstance(value, dict):
         raise OptionError(
-            f"{ENVIRONMENT_VARIABLE} {text!r}: expected a JSON object of option names and values, "
+            f"{place}: expected a JSON object of option names and values, "
             'such as {"method": "AMXINT8", "num_gpu_experts": 4}'
         )
     return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..checkpoint import Checkpoint
+from ..checkpoint.method import in_activation_order
 from ..weights.formats import INT4_GROUP, INT4_ZERO
 from ..weights.methods import get_method
 from .option_table import AUTO, BF16, ENGINE, PACKED, OptionError
@@ -118,7 +119,6 @@ def _why_not_packed(
     if method.mixed or method.format not in _INTEGERS:
         return f"the experts are stored as {method.name}, not as groups of 4-bit integers"
     assert checkpoint is not None  # the method keeps what files hold
-    ordered = any(name.endswith("weight_g_idx") for name in checkpoint.tensors)
-    if ordered or checkpoint.quantization.settings.get("desc_act"):
+    if in_activation_order(checkpoint):
         return "columns of the experts are in the order of their activations (act-order)"
     return ""

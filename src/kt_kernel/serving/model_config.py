@@ -4,6 +4,7 @@
 import os
 from typing import Any
 
+from ..checkpoint.safetensors.families import FAMILIES
 from ..routes.model import RoutedModel
 from ..runtime.nested import NUMBERS_OF_EXPERTS
 from ..runtime.text import ranges
@@ -22,6 +23,9 @@ _EVERY_LAYER = (
 # The experts' hidden size, in models that compute them between two projections: of Nemotron-H and
 # Kimi-K3.
 _LATENT = ("moe_latent_size", "routed_expert_hidden_size")
+# The kinds of Nemotron-H's layers: a list, or a text with a letter for each layer.
+_KINDS, KINDS_AS_TEXT = "layers_block_type", "hybrid_override_pattern"
+_KIND_OF = {"M": "mamba", "E": "moe", "*": "attention", "-": "mlp"}
 # Names of the experts' activation, in some configurations beside that of the other layers.
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "mlp_hidden_act")
 # Settings that make an activation another one than its name says.
@@ -56,6 +60,14 @@ def num_experts(config: Any) -> int:
         f"model class {_class_of(config)}: its configuration has no number of experts ({names}); "
         "kt-moe is for Mixture-of-Experts models"
     )
+
+
+def has_experts(config: Any) -> bool:
+    """Whether a model has routed experts, as far as the configuration tells."""
+    try:
+        return num_experts(config) > 0
+    except OptionError:
+        return bool(_other_numbers(config))
 
 
 def _other_numbers(config: Any) -> str:
@@ -95,13 +107,24 @@ def moe_layers(config: Any) -> list[int]:
     return [] if count is None else [count - 1]
 
 
+def layer_kinds(config: Any) -> list[str] | None:
+    """The kind of each layer of a Nemotron-H model, such as "moe"; None for other models."""
+    kinds, letters = (getattr(config, name, None) for name in (_KINDS, KINDS_AS_TEXT))
+    if isinstance(kinds, list):
+        return kinds
+    # As published: transformers and the engines make the list of it.
+    if isinstance(letters, str):
+        return [_KIND_OF.get(letter, letter) for letter in letters]
+    return None
+
+
 def described_layers(config: Any) -> list[int] | None:
     """The same; None if the configuration describes them in an unknown way."""
     count = size_of(config, "num_hidden_layers")
     if count is None:
         return None
-    kinds = getattr(config, "layers_block_type", None)  # of Nemotron-H
-    if isinstance(kinds, list) and "moe" in kinds:
+    kinds = layer_kinds(config) or []
+    if "moe" in kinds:
         return [i for i, kind in enumerate(kinds) if kind == "moe"]
     layers = range(count)
     step = size_of(config, "decoder_sparse_step")
@@ -134,8 +157,11 @@ def expert_sizes(config: Any) -> tuple[int | None, int | None]:
 
 
 def has_gate(config: Any) -> bool:
-    """Whether experts have a gate, as far as the configuration tells."""
-    return getattr(config, "mlp_hidden_act", None) != "relu2"  # of Nemotron-H
+    """Whether experts have a gate, as far as the configuration tells. Without one, as in
+    Nemotron-H, an expert has two matrices."""
+    family = FAMILIES.get(str(getattr(config, "model_type", None)))
+    gated = family is None or family.gated
+    return gated and getattr(config, "mlp_hidden_act", None) != "relu2"
 
 
 def may_be_streamed(config: Any) -> bool:

@@ -72,21 +72,21 @@ def _switch(flag: str, value: Any) -> str:
 
 def _bytes_of(flag: str, value: Any) -> int:
     """A size in bytes: an integer of bytes, or a number with a unit."""
-    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-        return value
-    found = (
-        re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", value.strip()) if isinstance(value, str) else None
-    )
-    size = int(float(found[1]) * SIZES[found[2]]) if found else 0
-    if not 0 < size < 2**50:
+    size = 0.0
+    if isinstance(value, int) and not isinstance(value, bool):
+        size = value
+    elif isinstance(value, str):
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(MB|GB)", value.strip())
+        size = float(found[1]) * SIZES[found[2]] if found else 0.0  # of many digits: infinity
+    if not 1 <= size < 2**50:
         raise OptionError(f"{flag} {value}: expected a size in MB or GB, such as 1536MB or 2GB")
-    return size
+    return int(size)
 
 
 def _ratio(flag: str, value: Any) -> float:
     try:
         ratio = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         ratio = math.nan
     if not 0 <= ratio <= 1:
         raise OptionError(f"{flag} {value}: expected a number from 0 to 1")

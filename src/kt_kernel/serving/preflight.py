@@ -28,6 +28,7 @@ from .memory import check_memory, expert_bytes
 from .model_config import (
     described_layers,
     expert_sizes,
+    has_gate,
     moe_layers,
     num_experts,
     plain_swiglu,
@@ -217,6 +218,11 @@ def _refuse_quantising_engine(checkpoint: Checkpoint) -> None:
 def _with_adapter(options: KTOptions, config: Any, served: ServedModel) -> KTOptions:
     """The options with the local folder of the adapter, which was checked against the model."""
     assert options.expert_lora_path is not None
+    if not has_gate(config):
+        raise OptionError(
+            f"{ADAPTER_FLAG} {options.expert_lora_path}: an adapter cannot be merged into experts "
+            "without a gate; remove it, and merge it into the checkpoint"
+        )
     if served.quantisation and plan_placement(options, config).some_hot:
         raise OptionError(
             f"{ADAPTER_FLAG} with {options.hot_option}: the served model is quantised with "

@@ -46,6 +46,9 @@ def main(patience: float, command: list[str]) -> int:
     _prctl(_SET_CHILD_SUBREAPER, 1)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    # An interrupt of the terminal also reaches the command, which decides. It must not inherit that
+    # signals are ignored, and handlers are not inherited.
+    signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
     except OSError as error:
@@ -106,7 +109,8 @@ def _end_like(code: int) -> None:
     """Ends this process with a code, or by a signal, if the code is negative."""
     if code < 0:
         _prctl(_SET_DUMPABLE, 0)  # the server's core dump is enough
-        signal.signal(-code, signal.SIG_DFL)
+        if -code != signal.SIGKILL:  # it has no handler
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     sys.exit(abs(code))
 

@@ -51,7 +51,7 @@ def process_group(
     try:
         with open(log, "wb") as output:
             process = subprocess.Popen(
-                [sys.executable, "-I", "-S", server_guard.__file__, str(patience), *command],
+                _guarded(command, patience),
                 stdin=subprocess.PIPE,  # the guard waits for its end
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -73,6 +73,29 @@ def process_group(
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def run_guarded(
+    command: Sequence[str | os.PathLike[str]],
+    env: Mapping[str, str] | None = None,
+    patience: float = 15,
+) -> int:
+    """Runs a command with this process's output, and returns its exit code. If this process is
+    killed, none of the command's processes runs any longer; see `process_group`. SIGINT of a
+    terminal is left to the command."""
+    given = _guarded(command, patience)
+    with subprocess.Popen(given, env=env, stdin=subprocess.PIPE) as process:
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return process.wait()
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+
+def _guarded(
+    command: Sequence[str | os.PathLike[str]], patience: float
+) -> list[str | os.PathLike[str]]:
+    return [sys.executable, "-I", "-S", server_guard.__file__, str(patience), *command]
 
 
 def _exit(number: int, frame: object) -> None:

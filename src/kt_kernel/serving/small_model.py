@@ -67,6 +67,16 @@ _STEPS = (
 )
 
 
+# Parts of names that transformers writes for a model type, and those in published checkpoints.
+_PUBLISHED = {
+    "kimi_k25": {
+        "language_model.model.blocks.": "language_model.model.layers.",
+        "model.mm_projector.": "mm_projector.",
+        "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
+    }
+}
+
+
 class UnknownToTransformers(ValueError):
     """transformers cannot make a model of this configuration."""
 
@@ -208,6 +218,8 @@ def _save(model: Any, config: dict[str, Any], path: Path) -> None:
     model.save_pretrained(path)
     for turned in _turned(config):
         _transpose(path / "model.safetensors", turned)
+    if renamed := _PUBLISHED.get(config.get("model_type", "")):
+        _rename(path / "model.safetensors", renamed)
     file = path / "config.json"
     saved = json.loads(file.read_text())
     # Engines may read what transformers does not keep, and the name of the class in published
@@ -248,4 +260,15 @@ def _transpose(file: Path, pattern: str) -> None:
     for name, tensor in tensors.items():
         if re.search(pattern, name):
             tensors[name] = tensor.transpose(-1, -2).contiguous()
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def _rename(file: Path, parts: dict[str, str]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        for written, published in parts.items():
+            name = name.replace(written, published)
+        tensors[name] = tensor
     save_file(tensors, file, metadata={"format": "pt"})

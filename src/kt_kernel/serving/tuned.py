@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -159,7 +160,8 @@ def machine_fingerprint() -> str:
 def path_of(key: Mapping[str, Any]) -> Path:
     """The file for a model. Raises RuntimeError if there is no home folder."""
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:12]
-    kind = key["model_type"] or "model"
+    # config.json may have any text there, and it must not lead to another folder.
+    kind = re.sub(r"[^\w.-]", "_", key["model_type"]).lstrip(".") or "model"
     return config_folder() / "tuned" / f"{kind}-{digest}.json"
 
 

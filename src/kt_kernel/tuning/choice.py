@@ -85,15 +85,18 @@ def predict(
     deferred: Sequence[int],
     goal: Goal,
     limits: Limits,
+    streams: bool = True,
 ) -> list[Candidate]:
-    """All combinations, with their predicted speed."""
+    """All combinations, with their predicted speed. streams: whether a server of the model streams
+    experts at all."""
     found = []
     shape = model.shape
     for cpu in cpus:
         for hot in hots:
             cold = float((~hot.load.hot).sum(1) @ hot.load.layers)
             size = cold * cpu.expert_bytes
-            begin = model.streaming_from(Setting(hot.load, cpu, hot.expert_bytes))
+            setting = Setting(hot.load, cpu, hot.expert_bytes)
+            begin = model.streaming_from(setting) if streams else None
             for d in deferred if cold else deferred[:1]:
                 setting = Setting(hot.load, cpu, hot.expert_bytes, d, begin)
                 step = model.decode(setting, goal.streams)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..moe.activation import ExpertActivation
 from ..moe.settings import MAX_CHUNK
 from ..moe.tuning import WORTH_BYTES, layer_tuning, random_source
 from ..runtime.machine import allowed_cpus, available_memory, last_level_cache
@@ -17,7 +18,7 @@ from ..runtime.text import shown_size
 from ..runtime.variant import kernel_kind, kernel_table, native
 from ..weights.expert_tensors import matrix_shapes
 from ..weights.formats import LayerForm
-from ..weights.quantised import CoreSource
+from ..weights.quantised import NO_MATRIX, CoreSource
 from .rates import CpuRates, rising
 from .shape import Shape
 
@@ -27,6 +28,8 @@ _MOST_EXPERTS = 1024
 _MEMORY = 4  # at most this part of the free memory is taken
 _ROUNDS = 5
 _SECONDS = 0.1  # for the repetitions of one point
+# What measured experts compute. Others than these take about as long.
+_SWIGLU, _WITHOUT_GATE = ExpertActivation(), ExpertActivation("relu2", gated=False)
 
 
 def measured_experts(shape: Shape, expert_bytes: float) -> int:
@@ -82,23 +85,22 @@ class CpuBench:
             intermediate_size=shape.inter,
             forms=[one.core for one in self.form],
             cpu_slots=[True] * count,
-            swiglu_limit=0.0,
-            swiglu_alpha=0.0,
             max_tokens=self._chunk,
             table=table,
             kind=kind,
+            **(_SWIGLU if shape.gated else _WITHOUT_GATE).core,
             **(layer_tuning(self.form, table) if tuned and not kind else {}),
         )
-        sizes = matrix_shapes(shape.hidden, shape.inter).values()
+        sizes = matrix_shapes(shape.hidden, shape.inter)
         sources = [
-            CoreSource(random_source(form, *size))
-            for form, size in zip(self.form, sizes, strict=True)
+            CoreSource(random_source(form, *size)) if shape.gated or name != "gate" else None
+            for form, (name, size) in zip(self.form, sizes.items(), strict=True)
         ]
         for slot in range(count):
             self._core.load(
                 slot,
-                *(source.address for source in sources),
-                dtypes=[source.dtype for source in sources],
+                *(source.address if source else NO_MATRIX for source in sources),
+                dtypes=[source.dtype if source else -1 for source in sources],
             )
         self._count = count
         most = max(self._chunk, -(-count // shape.top_k))

@@ -160,7 +160,6 @@ class TimeModel:
         engine: what the engine adds.
         context: tokens before those that are decoded.
         batch_tokens: of the engine's largest batch; longer prompts are divided.
-        streams: whether the server streams experts at all.
     """
 
     shape: Shape
@@ -168,7 +167,6 @@ class TimeModel:
     engine: EngineRates
     context: int = 2048
     batch_tokens: int = BATCH
-    streams: bool = True
 
     def decode(self, setting: Setting, streams: int) -> float:
         """Seconds of a decode step of so many streams."""
@@ -213,7 +211,7 @@ class TimeModel:
     def streaming_from(self, setting: Setting) -> int | None:
         """The tokens of a batch from which a server will stream experts, as it decides itself: on
         the layer with the most cold ones, if half of them have all routes. None: never."""
-        if not self.streams or not isinstance(self.device, GpuRates):
+        if not isinstance(self.device, GpuRates):
             return None
         load = setting.load
         at = int((~load.hot).sum(1).argmax())

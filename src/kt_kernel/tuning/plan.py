@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..serving.model_config import model_classes, plain_swiglu, routed_model, si
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
 from ..serving.own_loading import loads_in_its_own_way
+from ..serving.streamed_models import may_stream
 from ..serving.streaming_start import DEFAULT_MEMORY
 from ..serving.tuned import quantisation_of
 from ..weights.formats import LayerForm
@@ -34,9 +34,8 @@ from .shape import Shape, as_config, shape_of
 
 _SHARES = (0.0, 0.125, 0.25, 0.5, 0.75)
 # Bytes of a GPU that an engine takes besides weights and KV cache: the CUDA context, its kernels,
-# graphs and the activations of its largest batch; and kt-moe's memory for streamed experts.
+# graphs and the activations of its largest batch.
 ENGINE_TAKES = 2 << 30
-_STREAMING_TAKES = DEFAULT_MEMORY
 # Methods to compare for 16-bit weights, next to the one that `auto` selects.
 _COMPARED = ("INT4_G32", "AMXINT8", "BF16")
 
@@ -80,6 +79,16 @@ class Tuned:
         if form is None:
             raise ValueError(f"method {method}: {self.model} has no weights in its format")
         return form
+
+    def may_stream(self, method: str) -> bool:
+        """Whether a server with this method may stream cold experts to the GPU."""
+        return may_stream(KTOptions(method=method), self.config, self.checkpoint)
+
+    def streaming_takes(self, method: str, hot: int) -> int:
+        """Bytes of the GPU that a server with so many hot experts in each layer keeps for streamed
+        ones, at most."""
+        some_cold = hot < self.shape.experts
+        return DEFAULT_MEMORY if some_cold and self.may_stream(method) else 0
 
 
 def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
@@ -157,24 +166,26 @@ def _fits(tuned: Tuned, method: str) -> bool:
 @dataclass(frozen=True)
 class Room:
     """The GPU's memory, in bytes. given: what the engine may take. cache: the KV cache that was
-    asked for. left: what hot experts may take."""
+    asked for. left: what hot and streamed experts may take."""
 
     given: float
     weights: float
     cache: float
     left: float
 
-    def __str__(self) -> str:
+    def shown(self, streaming: float) -> str:
+        """For users. streaming: bytes for streamed experts."""
+        others = "the engine and for streaming" if streaming else "the engine"
         return (
             f"{shown_size(self.given)} of the GPU: {shown_size(self.weights)} weights besides "
             f"the experts, {shown_size(self.cache)} KV cache, "
-            f"{shown_size(ENGINE_TAKES + _STREAMING_TAKES)} for the engine and for streaming, "
-            f"{shown_size(max(self.left, 0))} left for hot experts"
+            f"{shown_size(ENGINE_TAKES + streaming)} for {others}, "
+            f"{shown_size(max(self.left - streaming, 0))} left for hot experts"
         )
 
 
 def room_for(shape: Shape, memory: float, context: int, streams: int) -> Room:
-    """What a GPU has left for hot experts.
+    """What a GPU has left for hot and streamed experts.
 
     memory: bytes that the engine may take. context: tokens of each of `streams` requests whose KV
     cache is to fit.
@@ -184,7 +195,7 @@ def room_for(shape: Shape, memory: float, context: int, streams: int) -> Room:
     """
     cache = float(shape.kv_bytes) * context * streams
     needed = shape.rest_bytes + cache + ENGINE_TAKES
-    room = Room(memory, shape.rest_bytes, cache, memory - needed - _STREAMING_TAKES)
+    room = Room(memory, shape.rest_bytes, cache, memory - needed)
     if needed > memory:
         raise ValueError(
             f"{shape.name} takes {shown_size(needed)} of the GPU without any expert "
@@ -204,7 +215,8 @@ def hot_choices(
     hot_format: str,
     statistics: str | None,
 ) -> list[HotChoice]:
-    """Numbers of hot experts to compare, up to the largest that fits.
+    """Numbers of hot experts to compare, up to the largest that fits. Beside cold experts that may
+    be streamed, the memory for these must fit, too.
 
     room: None without a GPU; then no expert is hot.
 
@@ -224,14 +236,23 @@ def hot_choices(
         loads_in_its_own_way(engine, model_classes(tuned.config)),
         plain_swiglu(tuned.config),
     )
-    size = hot_expert_bytes(decided, shape.hidden, shape.inter, shape.value_bytes, tuned.checkpoint)
+    sizes = shape.hidden, shape.inter, shape.value_bytes
+    size = hot_expert_bytes(decided, *sizes, tuned.checkpoint, shape.gated)
     layers = len(shape.moe_layers)
-    most = min(shape.experts, max(0, math.floor(room.left / (layers * size))))
-    counts = {round(share * shape.experts) for share in _SHARES} | {most}
+
+    def fits(count: int) -> bool:
+        taken = count * layers * size + tuned.streaming_takes(method, count)
+        return not count or taken <= room.left
+
+    counts = {round(share * shape.experts) for share in _SHARES}
+    counts.add(max(filter(fits, range(shape.experts + 1))))
+    # If all fit only because none is streamed then: the most beside streamed ones, too.
+    most = max(filter(fits, range(shape.experts)))
+    if most < shape.experts - 1:
+        counts.add(most)
     return [
         HotChoice(count, _load(tuned, count, statistics), hot_format, size, count * layers * size)
-        for count in sorted(counts)
-        if count <= most
+        for count in sorted(filter(fits, counts))
     ]
 
 

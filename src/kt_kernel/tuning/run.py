@@ -15,9 +15,7 @@ from ..runtime.gpu import gpu_memory
 from ..runtime.machine import available_memory, usable_cores
 from ..runtime.pools import plan_pools
 from ..runtime.text import shown_size
-from ..runtime.variant import kernel_kind
 from ..serving.class_check import from_hub
-from ..serving.model_config import may_be_streamed
 from ..serving.option_table import OptionError
 from ..serving.server_process import ServerFailed
 from ..serving.tuned import ENGINES_PART, Need
@@ -62,6 +60,11 @@ class Result:
     def several(self) -> bool:
         """Whether the model is served on several GPUs."""
         return ranks_of(self.server.engine, self.wishes.engine_arguments) > 1
+
+    @property
+    def streaming_takes(self) -> int:
+        """Bytes of the GPU that are kept for streamed experts."""
+        return self.tuned.streaming_takes(self.chosen.cpu.method, self.chosen.hot.count)
 
     @property
     def hot_options(self) -> dict[str, Any]:
@@ -149,9 +152,7 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         cpus = tuple(_cpus(tuned, tuple(hots), accepted, room is not None, measure, say))
     rates = engine_rates(tuned, wishes, engine, installed, device, disturbances, say)
     batch = batch_tokens(engine, device, wishes.engine_arguments)
-    # With a kind of kernel given, results must not depend on the batch.
-    streams = may_be_streamed(tuned.config) and not kernel_kind()
-    model = TimeModel(shape, device, rates, wishes.context, batch, streams)
+    model = TimeModel(shape, device, rates, wishes.context, batch)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
     candidates: list[Candidate] = []
     for method in hots:
@@ -162,6 +163,7 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
             _deferrals(shape.top_k, wishes.deferral, room),
             wishes.goal,
             limits,
+            tuned.may_stream(method),
         )
     chosen = choose(candidates, limits)
     result = Result(

@@ -12,7 +12,14 @@ from typing import Any
 from ..checkpoint import Checkpoint
 from ..moe.settings import MAX_DIMENSION, MAX_EXPERTS
 from ..runtime.nested import at, text_path
-from ..serving.model_config import described_layers, expert_sizes, num_experts, size_of
+from ..serving.model_config import (
+    described_layers,
+    expert_sizes,
+    has_gate,
+    layer_kinds,
+    num_experts,
+    size_of,
+)
 
 # Names of routed experts in checkpoints, not of shared ones.
 _ROUTED = re.compile(
@@ -46,6 +53,7 @@ class Shape:
         reach: for each layer, to how many tokens before it a token attends: infinity, those of a
             sliding window, or 0 in layers with linear attention or none.
         kv_bytes: of the KV cache, for each token of a context.
+        gated: whether experts have a gate.
     """
 
     name: str
@@ -62,11 +70,12 @@ class Shape:
     attention: float
     reach: tuple[float, ...]
     kv_bytes: int
+    gated: bool = True
 
     @property
     def expert_weights(self) -> int:
         """Of one expert."""
-        return 3 * self.hidden * self.inter
+        return (3 if self.gated else 2) * self.hidden * self.inter
 
 
 def as_config(content: dict[str, Any], changes: Mapping[str, Any] | None = None) -> SimpleNamespace:
@@ -149,6 +158,7 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
         attention=heads * (_key_size(config, head) + head) / 2,
         reach=reach,
         kv_bytes=_kv_bytes(config, sum(map(bool, reach)), heads, head, value_bytes),
+        gated=has_gate(config),
     )
 
 
@@ -178,7 +188,7 @@ def _top_k(config: Any) -> int | None:
 
 def _reach(config: Any, layers: int) -> tuple[float, ...]:
     """See `Shape`. A configuration that does not say has full attention."""
-    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    kinds = getattr(config, "layer_types", None) or layer_kinds(config)
     if isinstance(kinds, list) and len(kinds) >= layers:
         window = size_of(config, "sliding_window") or size_of(config, "attention_chunk_size")
         reach = dict.fromkeys(_WITHOUT_KV_CACHE, 0.0)
@@ -210,10 +220,11 @@ def _estimated(config: Any, dense: int, layers: int, attention: int, value_bytes
     pairs = size_of(config, "num_key_value_heads") or 1
     heads = size_of(config, "num_attention_heads") or 1
     own = 2 * width * attention + 2 * width * attention * pairs // heads
-    mlp = 3 * width * (size_of(config, "intermediate_size") or 4 * width)
+    matrices = 3 if has_gate(config) else 2
+    mlp = matrices * width * (size_of(config, "intermediate_size") or 4 * width)
     shared = size_of(config, "shared_expert_intermediate_size") or 0
     shared += (size_of(config, "n_shared_experts") or 0) * (
         size_of(config, "moe_intermediate_size") or 0
     )
-    values = layers * own + dense * mlp + (layers - dense) * 3 * width * shared
+    values = layers * own + dense * mlp + (layers - dense) * matrices * width * shared
     return math.ceil(values * value_bytes)

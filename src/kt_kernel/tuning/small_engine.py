@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.nested import text_path
+from ..serving.model_config import KINDS_AS_TEXT
 from ..serving.server_process import ServerFailed
 from ..serving.tuned import ENGINES_PART
 from .batches import batch_tokens
@@ -107,7 +108,8 @@ def first_layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
     lists = {
         name: value[:count]
         for name, value in config.items()
-        if "layer" in name and isinstance(value, list) and len(value) == layers
+        if (("layer" in name and isinstance(value, list)) or name == KINDS_AS_TEXT)
+        and len(value) == layers
     }
     return lists | {"num_hidden_layers": count}
 

@@ -67,6 +67,10 @@ class QuantisedMatrix:
         return sum(part.nbytes for part in parts if part is not None)
 
 
+#: `CoreSource.address` of a gate that experts do not have.
+NO_MATRIX = (0, 0, 0, 1.0)
+
+
 class CoreSource:
     """A matrix in memory, as the compiled core reads it.
 

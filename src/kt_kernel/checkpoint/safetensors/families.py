@@ -72,7 +72,7 @@ class Stacked:
 @dataclass(frozen=True)
 class Family:
     """block: the module between "layers.{L}." and "experts.{e}." in per-expert names; "" if there
-    is none.
+    is none. another: the one of some other checkpoints of the family, if there are such.
 
     gated: whether experts have a gate. stacked: all stacked arrangements of the family. Two of them
     may share names and differ in orientation; the shapes of gate_up and down tell them apart,
@@ -82,11 +82,13 @@ class Family:
     block: str
     stacked: tuple[Stacked, ...] = ()
     gated: bool = True
+    another: str | None = None
 
     @property
-    def experts(self) -> str:
-        """The module with the experts, after "layers.{L}."."""
-        return f"{self.block}.experts" if self.block else "experts"
+    def experts(self) -> tuple[str, ...]:
+        """The modules that may have the experts, after "layers.{L}."."""
+        blocks = (self.block,) if self.another is None else (self.block, self.another)
+        return tuple(f"{block}.experts" if block else "experts" for block in blocks)
 
 
 def _module(block: str, **kwargs: Any) -> Stacked:
@@ -96,6 +98,9 @@ def _module(block: str, **kwargs: Any) -> Stacked:
 
 _MLP = Family("mlp", (_module("mlp"),))
 _MIXTRAL = Family("block_sparse_moe", (_module("mlp"),))
+# Kimi-K3 without images has "mlp", which SGLang alone reads.
+_KIMI_LINEAR = Family("block_sparse_moe", (_module("mlp"),), another="mlp")
+_IQUEST = Family("mlp", (Stacked("mlp.experts.fc", "mlp.experts.proj"),))
 _DEEPSEEK_V4 = Family("ffn", (_module("mlp"),))
 _STEP = Family(
     "moe",
@@ -193,10 +198,11 @@ FAMILIES: dict[str, Family] = {
     "inkling_mm_model": _INKLING,
     "inkling_model": _INKLING,
     "inkling_text": _INKLING,
+    "iquest_q1": _IQUEST,
     "jamba": _FEED_FORWARD,
     "kimi_k2": _MLP,
     "kimi_k25": _MLP,
-    "kimi_linear": _MIXTRAL,
+    "kimi_linear": _KIMI_LINEAR,
     "laguna": _MLP,
     "lfm2_moe": _FEED_FORWARD,
     "llama4": _LLAMA4,

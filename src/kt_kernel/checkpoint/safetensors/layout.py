@@ -31,7 +31,7 @@ _PROJECTION_FIRST = re.compile(
     r"(?:(.+)\.)?experts\.((?:gate|up|down)_proj)\.([0-9]{1,9})\.(.+)", re.DOTALL
 )
 _LOOKS_STACKED = re.compile(
-    r"(.+\.)?(experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|v1|fc1|fc2|mlp\..+)"
+    r"(.+\.)?(experts\.(gate_up_proj|gate_proj|up_proj|down_proj|w1|w2|w3|v1|fc1|fc2|fc|proj|mlp\..+)"
     r"(\.weight|_blocks)?|(input|output)_linear\.weight|moe\.(gate|up|down)_proj\.weight)"
 )
 
@@ -152,7 +152,7 @@ def find_layout(
             where = f"{prefix}layers.{layer_idx}.{block + '.' if block else ''}experts"
             groups.setdefault(where, []).append((digits, part, info))
     if family:
-        expected = [f"{p}layers.{layer_idx}.{family.experts}" for p in PREFIXES]
+        expected = [f"{p}layers.{layer_idx}.{e}" for p in PREFIXES for e in family.experts]
         elsewhere = {where: groups.pop(where) for where in sorted(set(groups) - set(expected))}
         if elsewhere and not groups and not stacked:
             raise ValueError(
@@ -183,7 +183,8 @@ def find_layout(
 
 def _names(family: Family | None) -> Iterator[str]:
     """Names of experts' weights, after "layers.{L}."."""
-    yield f"{family.experts if family else '…experts'}.<number>.<projection>.<part>"
+    for experts in family.experts if family else ("…experts",):
+        yield f"{experts}.<number>.<projection>.<part>"
     for stacked in family.stacked if family else ():
         yield from stacked.names().values()
 
