@@ -28,7 +28,7 @@ from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
-from ..common import MATRIX, loaded_parameters, parameter_name, slot_weights
+from ..common import MATRIX, loaded_parameters, own_parameters, parameter_name, slot_weights
 from . import padding, requests
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
@@ -484,13 +484,38 @@ def _around_get_all_weights(
     original: Callable[..., Any], loader: Any, model_config: Any, model: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Around the reading of a checkpoint: the model does not get the weights of experts that kt-moe
-    reads itself."""
+    reads itself. Meanwhile it does not see the parameters for them either, because some models end
+    the start if a parameter gets no weight."""
     weights = original(loader, model_config, model)
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, KTEPWrapperMethod):
-            return method.config.model.names_read_here.without(weights)
-    return weights
+    methods = [
+        (module, module.quant_method)
+        for module in model.modules()
+        if isinstance(getattr(module, "quant_method", None), KTEPWrapperMethod)
+    ]
+    if not methods:
+        return weights
+    hybrid: HybridModel = methods[0][1].config.model
+    hidden = [
+        (layer, own_parameters(layer))
+        for layer, method in methods
+        if _reads_all(hybrid, method.config.layer_idx, len(method.hybrid.placement.slots))
+    ]
+    for layer, parameters in hidden:
+        for name in parameters:
+            delattr(layer, name)
+    return _then_register(hybrid.names_read_here.without(weights), hidden)
+
+
+def _then_register(
+    weights: Iterator[tuple[str, torch.Tensor]], hidden: list[tuple[Any, dict[str, Any]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights; then the layers have their parameters again."""
+    try:
+        yield from weights
+    finally:
+        for layer, parameters in hidden:
+            for name, parameter in parameters.items():
+                layer.register_parameter(name, parameter)
 
 
 def _activation(place: str, runner: Any) -> ExpertActivation:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import sglang_delivery_checks as delivery
 import sglang_layer_checks as layers
 from context_checks import check_context
 from contract_checks import check_flags, check_table
@@ -579,8 +580,9 @@ if __name__ == "__main__":
     layers.check_no_mask_that_nobody_fills()
     layers.check_hot_routes_are_int32()
     layers.check_what_a_layer_may_be()
-    layers.check_hot_experts_are_delivered()
-    layers.check_random_weights()
+    delivery.check_hot_experts_are_delivered()
+    delivery.check_random_weights()
+    delivery.check_what_models_see_while_they_load()
     layers.check_other_experts()
     layers.check_what_models_ask()
     layers.check_scaling_is_applied_once()
