@@ -579,6 +579,7 @@ if __name__ == "__main__":
     layers.check_draft_models()
     layers.check_no_mask_that_nobody_fills()
     layers.check_hot_routes_are_int32()
+    layers.check_packed_routes()
     layers.check_what_a_layer_may_be()
     delivery.check_hot_experts_are_delivered()
     delivery.check_random_weights()

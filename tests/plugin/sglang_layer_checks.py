@@ -11,11 +11,12 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.topk import PackedTopKOutput, StandardTopKOutput
 from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+from sglang.srt.runtime_context import get_server_args
 
 from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.moe.placement import Placement
@@ -103,6 +104,16 @@ def check_hot_routes_are_int32() -> None:
         assert passed.topk_weights is weights
 
 
+def check_packed_routes() -> None:
+    """Inkling's router on a GPU packs a number and a weight in bfloat16 into 32 bits."""
+    ids, weights = torch.tensor([[0, 255], [7, 1]]), torch.rand(2, 2).bfloat16()
+    packed = ids.int() << 16 | weights.view(torch.int16).int()
+    output = StandardDispatchOutput(torch.ones(2, 4), None, PackedTopKOutput(packed, None))
+    found = object.__new__(kt_layer.KTEPWrapperMethod)._routes(output)
+    assert torch.equal(found.topk_ids.long(), ids)
+    assert torch.equal(found.topk_weights, weights.float())
+
+
 def check_what_a_layer_may_be() -> None:
     """With no cold expert, SGLang's method gets fused experts. With cold experts these are refused,
     as is everything else that the CPU would not compute."""
@@ -150,7 +161,6 @@ def check_what_a_layer_may_be() -> None:
         "; accepted: --kt-hot-format engine or --kt-num-gpu-experts 0"
     )
     assert "layer 0: expert parallelism is not supported" in refusal(8, moe_ep_size=2)
-    assert "layer 0: a layer of shared experts" in refusal(8, is_shared_fused_moe=True)
     for name, value, what in (
         ("activation", "silu_rounded", "activation 'silu_rounded'"),
         ("gemm1_beta", 1.0, "a SwiGLU alpha of None with a beta of 1.0"),
@@ -204,7 +214,7 @@ def check_what_a_layer_may_be() -> None:
         (in_halves, True, False, False),
         (gelu, False, False, False),
     ):
-        own.activation = kt_layer._activation("layer 0", runner)
+        own.activation = kt_layer.requested_activation("layer 0", runner)
         for own.options.reads_hot, accepted in ((True, ""), (False, "--kt-hot-format engine or ")):
             try:
                 kt_hot.refuse_activation(own, runner, has_bias, packed)
@@ -324,11 +334,12 @@ def check_what_models_ask() -> None:
 
     def refusal(**given: Any) -> str:
         try:
-            kt_layer._around_fused_moe(construct, None, 4, **given)
+            kt_layer._around_fused_moe(construct, layer, 4, **given)
         except ValueError as error:
             return str(error)
         return ""
 
+    layer = SimpleNamespace(is_shared_fused_moe=False)
     assert refusal() == refusal(with_bias=True) == "" and len(asked) == 2
     assert refusal(use_weight_loader_fused=True).startswith("layer 4: a stacked checkpoint")
     assert refusal(new=0.5).startswith("layer 4: FusedMoE has new=0.5, which kt-moe does not")
@@ -338,6 +349,20 @@ def check_what_models_ask() -> None:
     assert refusal(quant_method=module) == "" and not isinstance(methods[-1], torch.nn.Module)
     draft = SimpleNamespace(model=SimpleNamespace(draft=True), layer_idx=4)
     assert kt_layer.KTEPWrapperMethod(methods[-1], draft).gpu_method is module
+    # Layers of shared experts, as Inkling has them, stay SGLang's own.
+    made: list[Any] = []
+
+    def build(
+        self: Any, layer_id: int, num_experts: int, use_weight_loader_fused: bool = False
+    ) -> None:
+        made.append(kt_layer._create_kt_config(get_server_args(), layer_id))
+
+    kt_layer._building.append((HybridModel(KTOptions(num_gpu_experts=0)), {}))
+    for shared in (False, True):
+        layer.is_shared_fused_moe = shared
+        kt_layer._around_fused_moe(build, layer, 4, 8, use_weight_loader_fused=shared)
+    kt_layer._building.pop()
+    assert made[0].layer_idx == 4 and made[1] is None and not kt_layer._building
 
 
 def check_draft_models() -> None:
