@@ -16,13 +16,14 @@ NAMES = [
     name
     for name, family in FAMILIES.items()
     if family.dropped or family.renamed or family.transposed or name.startswith("Gemma4")
-    # The names of Mistral's own files, and of two classes that SGLang alone reads.
+    # The names of Mistral's own files, and of classes that SGLang alone reads.
     if name
     not in (
         "MistralLarge3ForCausalLM",
         "PixtralForConditionalGeneration",
         "KimiK3LinearForCausalLM",
         "IQuestQ1ForCausalLM",
+        "ZayaForCausalLM",
     )
 ]
 # Of classes whose config.json has the model_type of another one, with experts at another place.

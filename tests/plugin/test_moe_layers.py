@@ -115,6 +115,7 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "BailingMoeV3VLForConditionalGeneration in SGLang": Alone(arguments=LINEAR),
         "DeepseekV32ForCausalLM": Alone(),
         "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, hot=0, written=COMPRESSED),
+        "Dots3NoteForCausalLM in SGLang": Alone(arguments=PAGED, changed=UNSCALED),
         "ExaoneMoeForCausalLM": Alone(arguments={"attention_backend": "triton"}),
         "GigaChat35ForCausalLM": Alone(changed=UNSCALED),
         "Glm4MoeLiteForCausalLM": Alone(),
@@ -126,6 +127,9 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "HunYuanMoEV1ForCausalLM": Alone(),
         "InternS2PreviewForConditionalGeneration": Alone(
             arguments=LINEAR | {"enable_multimodal": False}
+        ),
+        "InklingForConditionalGeneration in SGLang": Alone(
+            True, {"mamba_radix_cache_strategy": "extra_buffer", "enable_multimodal": False}
         ),
         "KimiLinearForCausalLM": Alone(arguments=LINEAR, changed=UNSCALED),
         "IQuestQ1ForCausalLM": Alone(),
