@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from families_2026 import RECURRENT, ROPE, TRITON, overriding
 from families_layers import NO_ATTENTION
-from families_multimodal import MULTIMODAL
+from families_multimodal import KIMI_VISION, MULTIMODAL
 from families_vllm_2026 import VLLM_2026
 from family_settings import EXPERTS, TOP_K, Family
 
@@ -104,6 +104,7 @@ ZAYA = Family(
 INKLING = VLLM_2026["InklingForConditionalGeneration"]
 ERNIE_VL = MULTIMODAL["Ernie4_5_VLMoeForConditionalGeneration"]
 assert ERNIE_VL.vllm is not None
+KIMI_K3 = VLLM_2026["KimiK3ForConditionalGeneration"]
 SGLANG: dict[str, Family] = {
     "Dots3NoteForCausalLM": replace(
         VLLM_2026["Dots3NoteForCausalLM"],
@@ -124,6 +125,11 @@ SGLANG: dict[str, Family] = {
         INKLING,
         untried=("sglang",),
         replaced=INKLING.replaced | dict(local_layer_ids=[], dense_mlp_idx=-1),
+    ),
+    "KimiK3ForConditionalGeneration": replace(
+        KIMI_K3,
+        like="KimiK3ForConditionalGeneration",
+        wrapped=KIMI_K3.wrapped | dict(vision_config=KIMI_VISION),
     ),
     "ZayaForCausalLM": ZAYA,
 }
