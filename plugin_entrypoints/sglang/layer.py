@@ -287,6 +287,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Computes hot experts on the device and cold ones on the CPU at once; returns the sum."""
+        if TopKOutputChecker.format_is_packed(dispatch_output.topk_output):
+            routes = _unpacked(dispatch_output.topk_output)
+            dispatch_output = dispatch_output._replace(topk_output=routes)
         if self.hybrid.placement.all_hot:
             if self.hybrid.recorded:
                 x = dispatch_output.hidden_states
@@ -321,8 +324,6 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         topk = dispatch_output.topk_output
         if TopKOutputChecker.format_is_bypassed(topk):
             topk = topk.to_standard()
-        if TopKOutputChecker.format_is_packed(topk):
-            topk = _unpacked(topk)
         if not TopKOutputChecker.format_is_standard(topk):
             raise RuntimeError(
                 f"layer {self.config.layer_idx}: routing as {type(topk).__name__} is not "

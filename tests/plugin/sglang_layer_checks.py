@@ -105,13 +105,28 @@ def check_hot_routes_are_int32() -> None:
 
 
 def check_packed_routes() -> None:
-    """Inkling's router on a GPU packs a number and a weight in bfloat16 into 32 bits."""
+    """Inkling's router on a GPU packs a number and a weight in bfloat16 into 32 bits, which
+    SGLang's kernels for hot experts do not take either."""
     ids, weights = torch.tensor([[0, 255], [7, 1]]), torch.rand(2, 2).bfloat16()
     packed = ids.int() << 16 | weights.view(torch.int16).int()
     output = StandardDispatchOutput(torch.ones(2, 4), None, PackedTopKOutput(packed, None))
-    found = object.__new__(kt_layer.KTEPWrapperMethod)._routes(output)
-    assert torch.equal(found.topk_ids.long(), ids)
-    assert torch.equal(found.topk_weights, weights.float())
+    method, given = object.__new__(kt_layer.KTEPWrapperMethod), []
+    method.config = SimpleNamespace(model=SimpleNamespace(draft=True))
+    method.gpu_method = SimpleNamespace(
+        apply=lambda layer, dispatch_output: given.append(dispatch_output.topk_output[:2])
+    )
+    for cold in (0, 1):
+        method.hybrid = SimpleNamespace(
+            placement=Placement.first(1, 1 - cold),
+            recorded=False,
+            submit=lambda x, ids, weights, **more: given.append((weights, ids)) or (ids, weights),
+            collect=lambda x, hot, scale: x,
+        )
+        method.scaling = 1.0
+        method.apply(None, output)
+    assert len(given) == 2
+    for found in given:
+        assert torch.equal(found[0], weights.float()) and torch.equal(found[1].long(), ids)
 
 
 def check_what_a_layer_may_be() -> None:
