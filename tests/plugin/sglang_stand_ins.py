@@ -105,7 +105,8 @@ bailing_mm.BailingMoeV2ForCausalLM.load_weights = loads
 
 
 def update_size(config: object, name: str, *given: object) -> object:
-    has_list = isinstance(getattr(config.hf_config, name, None), list)
+    about = getattr(config, "hf_config", config)  # a part has only its own
+    has_list = isinstance(getattr(about, name, None), list)
     return config if has_list else update_one_size(config, name, *given)
 
 
