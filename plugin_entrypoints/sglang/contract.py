@@ -15,7 +15,16 @@ from ..common import (
     SINGLE_RANK,
 )
 from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
-from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, FUSED_MOE, KT_WRAPPER, LOADING, SRT
+from .expert_contract import (
+    EXPERT_ARGUMENTS,
+    EXPERT_CONFIG,
+    FUSED_MOE,
+    KT_WRAPPER,
+    LOADING,
+    ROUTES,
+    ROUTING,
+    SRT,
+)
 from .registry_contract import CALLS_WITH_ARGUMENTS, HOOK_SOURCE, HOOKING
 
 _ARGUMENTS = f"{SRT}.server_args:ServerArgs"
@@ -373,13 +382,6 @@ NAMES = (
         "the method of hot experts in 4 or 8 bits",
     ),
     Name(f"{_RUNNER}:MoeRunnerConfig", "called", "its settings"),
-    Name(f"{SRT}.layers.moe.topk:StandardTopKOutput", "called", "its routes"),
-    Name(
-        f"{SRT}.layers.moe.topk:TopKOutputChecker.format_is_standard",
-        "called",
-        "distinguishes computed routing from routing left to a fused kernel",
-    ),
-    Name(f"{SRT}.layers.moe.topk:TopKOutputChecker.format_is_bypassed", "called", "the same"),
     Name(f"{SRT}.layers.quantization.unquant:UnquantizedFusedMoEMethod", "read", _TESTED_METHOD),
     Name(f"{SRT}.layers.quantization.fp8:Fp8MoEMethod", "read", _TESTED_METHOD),
     Name(
@@ -556,12 +558,6 @@ ATTRIBUTES = (
         ("hidden_states",),
         "a layer's result",
     ),
-    Attributes(
-        f"{SRT}.layers.moe.topk:StandardTopKOutput",
-        ("topk_ids", "topk_weights"),
-        "a batch's routes",
-    ),
-    Attributes(f"{SRT}.layers.moe.topk:BypassedTopKOutput", ("to_standard",), "a batch's routes"),
     Attributes(_TOKENIZER, ("server_args",), "whether requests are refused"),
     Attributes(_ENGINE, ("server_args",), "whether requests are refused"),
     Attributes(f"{_MESSAGES}:GetWeightsByNameReqInput", ("name",), "which weights a request reads"),
@@ -573,8 +569,8 @@ CONTRACT = Contract(
     package="sglang",
     supported=">=0.5.17,<0.5.24",
     tested={"0.5.17": "on a GPU", "0.5.23": "on the CPU"},
-    names=(*NAMES, *LOADING),
-    attributes=ATTRIBUTES,
+    names=(*NAMES, *LOADING, *ROUTING),
+    attributes=(*ATTRIBUTES, *ROUTES),
     refusals=REFUSED,
     arguments=(EXPERT_ARGUMENTS, EXPERT_CONFIG),
     operations=(CONTROL_OPERATIONS,),

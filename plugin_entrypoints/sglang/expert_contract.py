@@ -1,10 +1,10 @@
 """The part of SGLang's contract about its expert layers: what models request of their experts, how
-they are loaded, and how ``kt model check`` gives them weights.
+they are loaded, which routes they get, and how ``kt model check`` gives them weights.
 
 See ``contract.py``, which includes this part.
 """
 
-from ..contract import Arguments, Name, Refusal
+from ..contract import Arguments, Attributes, Name, Refusal
 
 SRT = "sglang.srt"
 FUSED_MOE = f"{SRT}.layers.moe.fused_moe_triton.layer"
@@ -96,6 +96,33 @@ LOADING = (
             ("post_load_weights", ">=0.5.21"),
             ("_post_load_weights", "<0.5.21"),
         )
+    ),
+)
+ROUTING = (
+    Name(f"{SRT}.layers.moe.topk:StandardTopKOutput", "called", "its routes"),
+    Name(
+        f"{SRT}.layers.moe.topk:TopKOutputChecker.format_is_standard",
+        "called",
+        "distinguishes computed routing from routing left to a fused kernel",
+    ),
+    Name(f"{SRT}.layers.moe.topk:TopKOutputChecker.format_is_bypassed", "called", "the same"),
+    Name(
+        f"{SRT}.layers.moe.topk:TopKOutputChecker.format_is_packed",
+        "called",
+        "distinguishes routes whose numbers and weights share 32 bits, as in Inkling",
+    ),
+)
+ROUTES = (
+    Attributes(
+        f"{SRT}.layers.moe.topk:StandardTopKOutput",
+        ("topk_ids", "topk_weights"),
+        "a batch's routes",
+    ),
+    Attributes(f"{SRT}.layers.moe.topk:BypassedTopKOutput", ("to_standard",), "a batch's routes"),
+    Attributes(
+        f"{SRT}.layers.moe.topk:PackedTopKOutput",
+        ("packed_topk_ids", "router_logits"),
+        "a batch's routes",
     ),
 )
 # What the layer passes to the creation of its weights.

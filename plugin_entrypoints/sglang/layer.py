@@ -11,14 +11,12 @@ import torch
 from sglang.srt.layers.moe import kt_ep_wrapper
 from sglang.srt.layers.moe.fused_moe_triton import layer as fused_moe
 from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-from sglang.srt.layers.moe.topk import TopKOutputChecker
+from sglang.srt.layers.moe.topk import StandardTopKOutput, TopKOutputChecker
 from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
 from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
 from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils.common import is_cpu
 
-from kt_kernel.moe.activation import ExpertActivation
-from kt_kernel.serving.activations import activation_of
 from kt_kernel.serving.draft import draft_options
 from kt_kernel.serving.hot_delivery import HotDelivery
 from kt_kernel.serving.hybrid import HybridLayer
@@ -28,7 +26,7 @@ from kt_kernel.serving.report import watch
 from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
-from ..common import MATRIX, loaded_parameters, parameter_name, slot_weights
+from ..common import MATRIX, loaded_parameters, own_parameters, parameter_name, slot_weights
 from . import padding, requests
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
@@ -37,11 +35,12 @@ from .hooks import Hook, verify
 from .hot import PackedHotMethod, hold_dense, refuse_activation, refuse_on_cpu
 from .options import options_of, resolved, text_config
 from .products import interleaves, products
+from .requested import refuse_layer, requested_activation
 
 _logger = logging.getLogger("sglang.kt")
-_SITU_BETA = 4.0  # SGLang's kernels use it if a model gives none
-# The models being built, innermost last, with the sizes that SGLang padded.
-_building: list[tuple[HybridModel, Mapping[int, int]]] = []
+# The models being built, innermost last, with the sizes that SGLang padded. None while a layer is
+# built that stays SGLang's own.
+_building: list[tuple[HybridModel, Mapping[int, int]] | None] = []
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         options = self.config.model.options
         converted = placement.num_slots > 0 and options.converts_hot
         separate = not placement.all_hot or converted  # our tensors have no place for shared ones
-        _refuse_layer(self.config.layer_idx, layer, fused > 0 and separate)
+        refuse_layer(self.config.layer_idx, layer, fused > 0 and separate)
         experts_per_token = layer.top_k or self.config.experts_per_token
         if experts_per_token is None:
             raise ValueError(
@@ -129,7 +128,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
                 "number of experts per token"
             )
         size = intermediate_size_per_partition * layer.moe_tp_size
-        activation = _activation(place, runner)
+        activation = requested_activation(place, runner)
         self.hybrid: HybridLayer = self.config.model.add_layer(
             layer_idx=self.config.layer_idx,
             num_experts=routed,
@@ -280,7 +279,7 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
         EXPERT_CONFIG.check(vars(runner), place)
         if self.hybrid.placement.all_hot:
             return
-        if _activation(place, runner) != self.hybrid.activation:
+        if requested_activation(place, runner) != self.hybrid.activation:
             raise ValueError(
                 f"{place}: the model changes the experts' activation after the layer is built, "
                 "which is not supported with kt options; accepted: all experts hot"
@@ -288,6 +287,9 @@ class KTEPWrapperMethod(kt_ep_wrapper.KTEPWrapperMethod):
 
     def apply(self, layer: Any, dispatch_output: Any) -> Any:
         """Computes hot experts on the device and cold ones on the CPU at once; returns the sum."""
+        if TopKOutputChecker.format_is_packed(dispatch_output.topk_output):
+            routes = _unpacked(dispatch_output.topk_output)
+            dispatch_output = dispatch_output._replace(topk_output=routes)
         if self.hybrid.placement.all_hot:
             if self.hybrid.recorded:
                 x = dispatch_output.hidden_states
@@ -371,7 +373,9 @@ def _create_kt_config(server_args: Any, layer_id: int) -> Any:
         return None
     if not _building:
         raise RuntimeError(f"layer {layer_id}: built outside SGLang's _initialize_model")
-    model, unpadded = _building[-1]
+    if (built := _building[-1]) is None:
+        return None
+    model, unpadded = built
     return LayerConfig(
         model=model,
         unpadded=unpadded,
@@ -454,12 +458,19 @@ def unpadded_sizes(config: Any) -> dict[int, int]:
 
 
 def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **given: Any) -> Any:
-    """Around the construction of one expert layer."""
+    """Around the construction of one expert layer. SGLang keeps layers that hold shared experts
+    only, which all tokens use."""
+    if layer.is_shared_fused_moe:
+        _building.append(None)
+        try:
+            return original(layer, *args, **given)
+        finally:
+            _building.pop()
     if options_of(get_server_args()) is not None:
         arguments = inspect.signature(original).bind(layer, *args, **given).arguments
         del arguments["self"]
         place = f"layer {arguments['layer_id']}"
-        hybrid = _building[-1][0] if _building else None
+        hybrid = _building[-1][0] if _building and _building[-1] else None
         if hybrid is not None and _reads_all(
             hybrid, arguments["layer_id"], arguments["num_experts"]
         ):
@@ -473,6 +484,13 @@ def _around_fused_moe(original: Callable[..., Any], layer: Any, *args: Any, **gi
     return original(layer, *args, **given)
 
 
+def _unpacked(topk: Any) -> Any:
+    """The routes of kernels that store an expert's number and the bits of its weight, in bfloat16,
+    in one int32 [T, k]."""
+    packed = topk.packed_topk_ids
+    return StandardTopKOutput((packed << 16).view(torch.float32), packed >> 16, topk.router_logits)
+
+
 def _reads_all(model: HybridModel, layer_idx: int, num_experts: int) -> bool:
     """Whether kt-moe reads all experts of a layer, and SGLang none."""
     if model.options.weight_path is None:
@@ -484,50 +502,38 @@ def _around_get_all_weights(
     original: Callable[..., Any], loader: Any, model_config: Any, model: Any
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Around the reading of a checkpoint: the model does not get the weights of experts that kt-moe
-    reads itself."""
+    reads itself. Meanwhile it does not see the parameters for them either, because some models end
+    the start if a parameter gets no weight."""
     weights = original(loader, model_config, model)
-    for module in model.modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, KTEPWrapperMethod):
-            return method.config.model.names_read_here.without(weights)
-    return weights
+    methods = [
+        (module, module.quant_method)
+        for module in model.modules()
+        if isinstance(getattr(module, "quant_method", None), KTEPWrapperMethod)
+    ]
+    if not methods:
+        return weights
+    hybrid: HybridModel = methods[0][1].config.model
+    hidden = [
+        (layer, own_parameters(layer))
+        for layer, method in methods
+        if _reads_all(hybrid, method.config.layer_idx, len(method.hybrid.placement.slots))
+    ]
+    for layer, parameters in hidden:
+        for name in parameters:
+            delattr(layer, name)
+    return _then_register(hybrid.names_read_here.without(weights), hidden)
 
 
-def _activation(place: str, runner: Any) -> ExpertActivation:
-    """What an expert computes, according to a MoeRunnerConfig."""
-    name, given = runner.activation, {}
-    alpha, limit = runner.gemm1_alpha or None, runner.gemm1_clamp_limit or None
-    if name == "situ":  # SGLang passes its values by these names
-        given = {"situ_beta": alpha or _SITU_BETA, "situ_linear_beta": limit}
-    else:
-        beta = getattr(runner, "gemm1_beta", None) or None
-        if alpha is not None and beta is None:
-            beta = 1.0  # SGLang's kernels always add it
-        if name == "silu" and limit is not None and alpha is None:
-            name = "swiglustep"  # this limit clamps SiLU's result, swiglu_limit its argument
-        given = {"limit": limit or runner.swiglu_limit or None, "alpha": alpha, "beta": beta}
-    return activation_of(
-        place,
-        name,
-        gated=runner.is_gated,
-        router_weight_on_input=runner.apply_router_weight_on_input,
-        **given,
-    )
-
-
-def _refuse_layer(layer_idx: int, layer: Any, fused_wrongly: bool) -> None:
-    """ValueError for a kind of layer that the hybrid layer does not support."""
-    for what, present in (
-        (f"a layer of class {type(layer).__name__}", type(layer) is not fused_moe.FusedMoE),
-        ("a layer of shared experts", layer.is_shared_fused_moe),
-        ("expert parallelism", layer.moe_ep_size > 1),
-        (
-            "fusing shared experts (despite --disable-shared-experts-fusion)",
-            fused_wrongly,
-        ),
-    ):
-        if present:
-            raise ValueError(f"layer {layer_idx}: {what} is not supported with kt options")
+def _then_register(
+    weights: Iterator[tuple[str, torch.Tensor]], hidden: list[tuple[Any, dict[str, Any]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights; then the layers have their parameters again."""
+    try:
+        yield from weights
+    finally:
+        for layer, parameters in hidden:
+            for name, parameter in parameters.items():
+                layer.register_parameter(name, parameter)
 
 
 HOOKS = (

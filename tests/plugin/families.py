@@ -8,6 +8,7 @@ from families_2026 import BFLOAT16, CPU_MLA, FAMILIES_2026, TRITON, overriding
 from families_alike import ALIKE
 from families_layers import LAYERS_ALONE
 from families_multimodal import MULTIMODAL
+from families_sglang import SGLANG
 from families_vllm_2026 import VLLM_2026
 from families_wrapped import WRAPPED
 from family_settings import (
@@ -26,7 +27,7 @@ SHARED_FAMILIES = {**FAMILIES_2026, **MULTIMODAL, **ALIKE, **VLLM_2026}
 # Of some classes, the tiny models of the engines differ.
 IN_SGLANG = {
     f"{name} in SGLang" if name in SHARED_FAMILIES else name: replace(family, published=name)
-    for name, family in (WRAPPED | LAYERS_ALONE).items()
+    for name, family in (WRAPPED | LAYERS_ALONE | SGLANG).items()
 }
 FAMILIES = {
     **SHARED_FAMILIES,

@@ -324,9 +324,4 @@ FAMILIES_2026: dict[str, Family] = {
     "SolarOpenForCausalLM": Family(
         ONE_GROUP | dict(first_k_dense_replace=0, routed_scaling_factor=1.0), {}, {}
     ),
-    "ZayaForCausalLM": Family(
-        dict(layer_types=["hybrid", "hybrid"], router_hidden_size=32, hidden_size=128),
-        untried=("sglang",),
-        top_k=1,
-    ),
 }

@@ -24,6 +24,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 STEPS = 8
+_LINEAR = {"gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+_NUMBERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 PROMPTS = spread_prompts(3, VOCABULARY, growth=3)
 
 __all__ = [
@@ -125,11 +127,19 @@ def _as_published(name: str, family: Family, path: Path, changed: dict[str, Any]
 
 
 def _parted(key: str, tensor: torch.Tensor, into: str) -> dict[str, torch.Tensor]:
-    """gate_up [(E,) 2 I, H] as gate and up, and stacks into single "experts", if wanted."""
-    if into == "experts" and "experts." in key and tensor.dim() == 3:
+    """gate_up [(E,) 2 I, H] as gate and up, and other tensors as they are.
+
+    into: "stacks" keeps those of all experts; otherwise each expert has its own. With "numbers",
+    these have the names of Mixtral's, and with "linear" those of Zaya's, where gate and up are one.
+    """
+    if into != "stacks" and "experts." in key and tensor.dim() == 3:
         module, _, matrix = key.rpartition(".")
+        matrix = _LINEAR[matrix] if into == "linear" else matrix
         single = ((f"{module}.{i}.{matrix}.weight", one) for i, one in enumerate(tensor))
-        return {k: v for key, one in single for k, v in _parted(key, one, into).items()}
+        parts = {k: v for key, one in single for k, v in _parted(key, one, "stacks").items()}
+        for old, new in _NUMBERS.items() if into == "numbers" else ():
+            parts = {key.replace(f".{old}.", f".{new}."): one for key, one in parts.items()}
+        return parts
     if "gate_up_proj" not in key:
         return {key: tensor.clone()}
     gate, up = (half.clone() for half in tensor.chunk(2, dim=-2))

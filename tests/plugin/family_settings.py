@@ -115,8 +115,8 @@ class Family:
     published stacks of experts are [E, H, 2 I] and [E, I, H]. renamed: parts of the tensors' names,
     and what published checkpoints have instead. joined: names of tensors, as renamed, and those
     whose rows they have. interleaved: ends of names, as joined, of stacks whose rows of gate and up
-    alternate. parted: into what published checkpoints part stacks of experts; gate and
-    up are apart in both. text_only: whether the text model of a multimodal class is published by
+    alternate. parted: into what published checkpoints part stacks of experts, see
+    `family_models._parted`. text_only: whether the text model of a multimodal class is published by
     itself. like: for a class that transformers does not know, one of transformers, or of
     reference_models, that computes the same. wrapped: for a wrapper that transformers does not
     know, its config.json around that of the text model, which is at the key with None. added: zero
@@ -146,7 +146,7 @@ class Family:
     renamed: dict[str, str] = field(default_factory=dict)
     joined: dict[str, tuple[str, ...]] = field(default_factory=dict)
     interleaved: tuple[str, ...] = ()
-    parted: Literal["experts", "stacks"] | None = None
+    parted: Literal["experts", "linear", "numbers", "stacks"] | None = None
     text_only: bool = False
     tokenizer: bool = False
     like: str | None = None

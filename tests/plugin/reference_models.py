@@ -12,6 +12,7 @@ import torch
 import transformers
 from torch import nn
 from torch.nn.functional import linear
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextModel
 from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedRMSNorm
 from transformers.models.kimi_linear.modeling_kimi_linear import (
@@ -20,10 +21,16 @@ from transformers.models.kimi_linear.modeling_kimi_linear import (
     KimiLinearMoE,
     KimiLinearRMSNorm,
 )
+from transformers.models.mixtral.modeling_mixtral import (
+    MixtralExperts,
+    MixtralRMSNorm,
+    MixtralTopKRouter,
+)
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import (
     Qwen3VLMoeTextRotaryEmbedding,
     Qwen3VLMoeTextTopKRouter,
 )
+from transformers.models.zaya.modeling_zaya import ZayaSparseMoeBlock
 
 
 class Step3TextForCausalLM(transformers.GraniteMoeSharedForCausalLM):
@@ -189,3 +196,82 @@ class KimiK3ForConditionalGeneration(transformers.KimiLinearForCausalLM):
             if isinstance(layer.mlp, KimiLinearMoE):
                 layer.mlp = LatentMoE(config)
         self.post_init()
+
+
+class CappedRouter(MixtralTopKRouter):
+    """Logits are bounded by 30, and the weights of a token's experts do not add up to 1."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = 30 * torch.tanh(linear(hidden_states, self.weight).float() / 30)
+        weights, ids = logits.softmax(-1).topk(self.top_k, -1)
+        return logits, weights, ids
+
+
+class CappedMoE(nn.Module):
+    """Grok's routed experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        inside = copy.deepcopy(config)
+        inside.intermediate_size, inside.hidden_act = config.moe_intermediate_size, "gelu"
+        self.gate, self.experts = CappedRouter(config), MixtralExperts(inside)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.flatten(0, -2)
+        _, weights, ids = self.gate(x)
+        return self.experts(x, ids, weights).view(hidden_states.shape)
+
+
+class DenseBesideMoE(nn.Module):
+    """Grok-2's dense MLP beside the routed experts."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.dense, self.block_sparse_moe = Gemma2MLP(config), CappedMoE(config)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return (self.dense(hidden_states) + self.block_sparse_moe(hidden_states)) / 2**0.5
+
+
+class Grok1ForCausalLM(transformers.Gemma2ForCausalLM):
+    """Grok-2, which has the class of Grok-1. Its norms multiply by their weights, without the 1
+    that Gemma adds."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.mlp = DenseBesideMoE(config)
+        self.post_init()
+        for name, module in [*self.named_modules()]:
+            parent, _, own = name.rpartition(".")
+            if own.endswith("norm"):
+                norm = MixtralRMSNorm(config.hidden_size, config.rms_norm_eps)
+                setattr(self.get_submodule(parent), own, norm)
+            if own == "block_sparse_moe":  # Gemma initialises no experts
+                for weight in module.parameters():
+                    nn.init.normal_(weight, std=config.initializer_range)
+
+
+class SkippingMoE(ZayaSparseMoeBlock):
+    """A token whose choice is to skip the experts keeps a part of itself, its router weight."""
+
+    def forward(self, hidden_states: torch.Tensor, *given: Any) -> tuple[torch.Tensor, ...]:
+        out, states = super().forward(hidden_states, *given)
+        logits, weights, *_ = self.gate(hidden_states, *given)
+        skipped = logits.softmax(-1)[:, -1:] * (weights == 0)
+        return out + hidden_states * skipped.view(*hidden_states.shape[:-1], 1), states
+
+
+class ZayaForCausalLM(transformers.ZayaForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for number, layer in enumerate(self.model.layers):
+            layer.mlp = SkippingMoE(config, number)
+        self.post_init()
+        for layer in self.model.layers:
+            layer.self_attn.qk_norm.temp.data.fill_(1)
+            # So tokens differ in their experts, and some skip them.
+            layer.mlp.gate.balancing_biases.zero_()
+            for part in ("fc1", "fc2", "out_proj"):
+                weight = getattr(layer.mlp.gate.router_mlp, part).weight.data
+                weight.sub_(weight.mean(1, keepdim=True)).mul_(2)

@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import sglang_argument_checks as of_arguments
+import sglang_delivery_checks as delivery
 import sglang_layer_checks as layers
 import sglang_sweep_checks as sweeps
 from context_checks import check_context
@@ -519,9 +520,11 @@ if __name__ == "__main__":
     layers.check_draft_models()
     layers.check_no_mask_that_nobody_fills()
     layers.check_hot_routes_are_int32()
+    layers.check_packed_routes()
     layers.check_what_a_layer_may_be()
-    layers.check_hot_experts_are_delivered()
-    layers.check_random_weights()
+    delivery.check_hot_experts_are_delivered()
+    delivery.check_random_weights()
+    delivery.check_what_models_see_while_they_load()
     layers.check_other_experts()
     layers.check_what_models_ask()
     layers.check_scaling_is_applied_once()

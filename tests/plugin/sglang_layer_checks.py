@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import inspect
-import re
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -12,19 +11,18 @@ import torch
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
-from sglang.srt.layers.moe.topk import StandardTopKOutput
+from sglang.srt.layers.moe.topk import PackedTopKOutput, StandardTopKOutput
 from sglang.srt.model_executor.cuda_graph_buffer_registry import CudaGraphBufferRegistry
 from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
 from sglang.srt.plugins.hook_registry import HookType, _wrap_fn
+from sglang.srt.runtime_context import get_server_args
 
 from kt_kernel.moe.activation import ExpertActivation
 from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import hot as kt_hot
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
-from kt_kernel.plugin_entrypoints.sglang import probe as kt_probe
-from kt_kernel.serving.hot_delivery import HotDelivery
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
@@ -106,6 +104,31 @@ def check_hot_routes_are_int32() -> None:
         assert passed.topk_weights is weights
 
 
+def check_packed_routes() -> None:
+    """Inkling's router on a GPU packs a number and a weight in bfloat16 into 32 bits, which
+    SGLang's kernels for hot experts do not take either."""
+    ids, weights = torch.tensor([[0, 255], [7, 1]]), torch.rand(2, 2).bfloat16()
+    packed = ids.int() << 16 | weights.view(torch.int16).int()
+    output = StandardDispatchOutput(torch.ones(2, 4), None, PackedTopKOutput(packed, None))
+    method, given = object.__new__(kt_layer.KTEPWrapperMethod), []
+    method.config = SimpleNamespace(model=SimpleNamespace(draft=True))
+    method.gpu_method = SimpleNamespace(
+        apply=lambda layer, dispatch_output: given.append(dispatch_output.topk_output[:2])
+    )
+    for cold in (0, 1):
+        method.hybrid = SimpleNamespace(
+            placement=Placement.first(1, 1 - cold),
+            recorded=False,
+            submit=lambda x, ids, weights, **more: given.append((weights, ids)) or (ids, weights),
+            collect=lambda x, hot, scale: x,
+        )
+        method.scaling = 1.0
+        method.apply(None, output)
+    assert len(given) == 2
+    for found in given:
+        assert torch.equal(found[0], weights.float()) and torch.equal(found[1].long(), ids)
+
+
 def check_what_a_layer_may_be() -> None:
     """With no cold expert, SGLang's method gets fused experts. With cold experts these are refused,
     as is everything else that the CPU would not compute."""
@@ -153,7 +176,6 @@ def check_what_a_layer_may_be() -> None:
         "; accepted: --kt-hot-format engine or --kt-num-gpu-experts 0"
     )
     assert "layer 0: expert parallelism is not supported" in refusal(8, moe_ep_size=2)
-    assert "layer 0: a layer of shared experts" in refusal(8, is_shared_fused_moe=True)
     for name, value, what in (
         ("activation", "silu_rounded", "activation 'silu_rounded'"),
         ("gemm1_beta", 1.0, "a SwiGLU alpha of None with a beta of 1.0"),
@@ -207,7 +229,7 @@ def check_what_a_layer_may_be() -> None:
         (in_halves, True, False, False),
         (gelu, False, False, False),
     ):
-        own.activation = kt_layer._activation("layer 0", runner)
+        own.activation = kt_layer.requested_activation("layer 0", runner)
         for own.options.reads_hot, accepted in ((True, ""), (False, "--kt-hot-format engine or ")):
             try:
                 kt_hot.refuse_activation(own, runner, has_bias, packed)
@@ -215,117 +237,6 @@ def check_what_a_layer_may_be() -> None:
             except ValueError as error:
                 assert not expected, (runner, error)
                 assert str(error).endswith(f"; accepted: {accepted}--kt-num-gpu-experts 0"), error
-
-
-def check_hot_experts_are_delivered() -> None:
-    """A start ends unless SGLang's loader has filled each tensor of each hot expert, with cold
-    experts and without, and whether it calls the loader of a parameter or that of the layer."""
-    shards = {"w13": ("w1", "w3"), "w2": ("w2",)}
-    names = ("w13_weight", "w2_weight", "w13_weight_scale_inv", "w2_weight_scale_inv")
-    for hot, fused in ((3, 0), (4, 0), (4, 1)):
-        layer = object.__new__(FusedMoE)
-        torch.nn.Module.__init__(layer)
-        layer.top_k, layer.num_fused_shared_experts = 2, fused
-        layer.moe_tp_size, layer.moe_tp_rank, layer.moe_ep_size = 1, 0, 1
-        layer.is_shared_fused_moe = False
-        layer.moe_runner_config = MoeRunnerConfig(layer_id=7, num_experts=4 + fused)
-        loaded: list[Any] = []
-        layer._weight_loader_impl = lambda loaded=loaded, **each: loaded.append(each["expert_id"])
-
-        def create_weights(layer: Any, weight_loader: Any, **given: Any) -> None:
-            for name in (*names, "w13_input_scale"):
-                parameter = torch.nn.Parameter(torch.zeros(4), requires_grad=False)
-                parameter.weight_loader = weight_loader
-                layer.register_parameter(name, parameter)
-
-        method = object.__new__(kt_layer.KTEPWrapperMethod)
-        method.gpu_method = SimpleNamespace(create_weights=create_weights)
-        options = KTOptions(method="BF16", num_gpu_experts=hot)
-        method.config = kt_layer.LayerConfig(HybridModel(options), {}, 7, 16, 2)
-        method.create_weights(
-            layer,
-            4 + fused,
-            64,
-            32,
-            torch.float32,
-            weight_loader=lambda p, w, name, shard, e, loaded=loaded: loaded.append(e),
-        )
-        method.hybrid.finish_loading = iter(()).__next__
-        experts = range(hot + fused)  # shared ones have the last numbers
-        parts = [(e, n, s) for e in experts for n in names for s in shards[n.partition("_")[0]]]
-
-        def error(method: Any = method, layer: Any = layer) -> str:
-            try:
-                method.process_weights_after_loading(layer)
-            except ValueError as error:
-                return str(error)
-            except StopIteration:  # of finish_loading
-                return ""
-            raise AssertionError("finish_loading was not called")
-
-        for expert, name, shard in parts:
-            what = {"w1": "gate", "w3": "up", "w2": "down"}[shard]
-            said = error()
-            said_of = r" \(from 4 on, shared ones\)" if fused else ""
-            begin = rf"layer 7: SGLang did not load weights of hot experts{said_of}: {expert}\b"
-            assert re.match(begin, said) and f"{what} of {name}" in said, said
-            assert "input_scale" not in said, said
-            load = layer.weight_loader if expert == 2 else layer.get_parameter(name).weight_loader
-            load(layer.get_parameter(name), torch.zeros(2, 2), "w", shard, expert)
-        assert loaded == [expert for expert, *_ in parts] and error() == "", error()
-        if hot == 4:  # as SGLang's loader passes some formats
-            method.delivery = HotDelivery("layer 7", "SGLang", method.hybrid.activation.matrices)
-            for name in names:
-                assert name in error()
-                layer.weight_loader(layer.get_parameter(name), torch.zeros(4, 2), "w", None, None)
-            assert error() == ""
-        # What a checkpoint need not have must be whole, if it has a part.
-        scale = layer.w13_input_scale
-        scale.weight_loader(scale, torch.zeros(2, 2), "w", "w1", 0)
-        assert ": 0 (up of w13_input_scale); 1-" in error()
-
-
-def check_random_weights() -> None:
-    """kt model check sets them in place of loading: experts by the layer's loader, moved on as
-    asked, and what a class derives from its weights afterwards."""
-    from sglang.srt.model_loader.loader import DefaultModelLoader
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.experts = torch.nn.Module()
-            self.experts.num_experts, self.got = 3, {}
-            for name, shape in (("w13_weight", (3, 8, 6)), ("w2_weight", (3, 6, 4))):
-                parameter = torch.nn.Parameter(torch.zeros(shape), requires_grad=False)
-                parameter.weight_loader = self.take
-                self.experts.register_parameter(name, parameter)
-            self.absorb = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
-            self.derived = None
-
-        def take(
-            self, param: Any, matrix: torch.Tensor, name: str, shard_id: str, expert_id: int
-        ) -> None:
-            self.got[shard_id, expert_id] = matrix
-
-        def load_weights(self, weights: Any) -> None:
-            raise AssertionError("a checkpoint is read")
-
-        def post_load_weights(self) -> None:
-            self.derived = self.absorb.clone()
-
-    original, found = DefaultModelLoader.load_weights_and_postprocess, []
-    for moved in (0, 1):
-        kt_probe._set_weights(moved)
-        model = Model()
-        DefaultModelLoader.load_weights_and_postprocess(model, iter(()), torch.device("cpu"))
-        DefaultModelLoader.load_weights_and_postprocess = staticmethod(original)
-        assert model.derived is not None and model.derived.any()
-        found.append(model.got)
-    plain, after = found
-    assert len(plain) == len(after) == 9
-    for (shard, expert), matrix in plain.items():
-        assert matrix.any() and torch.equal(after[shard, (expert + 1) % 3], matrix), shard
-        assert not torch.equal(after[shard, expert], matrix), shard
 
 
 def check_other_experts() -> None:
@@ -438,11 +349,12 @@ def check_what_models_ask() -> None:
 
     def refusal(**given: Any) -> str:
         try:
-            kt_layer._around_fused_moe(construct, None, 4, **given)
+            kt_layer._around_fused_moe(construct, layer, 4, **given)
         except ValueError as error:
             return str(error)
         return ""
 
+    layer = SimpleNamespace(is_shared_fused_moe=False)
     assert refusal() == refusal(with_bias=True) == "" and len(asked) == 2
     assert refusal(use_weight_loader_fused=True).startswith("layer 4: a stacked checkpoint")
     assert refusal(new=0.5).startswith("layer 4: FusedMoE has new=0.5, which kt-moe does not")
@@ -452,6 +364,20 @@ def check_what_models_ask() -> None:
     assert refusal(quant_method=module) == "" and not isinstance(methods[-1], torch.nn.Module)
     draft = SimpleNamespace(model=SimpleNamespace(draft=True), layer_idx=4)
     assert kt_layer.KTEPWrapperMethod(methods[-1], draft).gpu_method is module
+    # Layers of shared experts, as Inkling has them, stay SGLang's own.
+    made: list[Any] = []
+
+    def build(
+        self: Any, layer_id: int, num_experts: int, use_weight_loader_fused: bool = False
+    ) -> None:
+        made.append(kt_layer._create_kt_config(get_server_args(), layer_id))
+
+    kt_layer._building.append((HybridModel(KTOptions(num_gpu_experts=0)), {}))
+    for shared in (False, True):
+        layer.is_shared_fused_moe = shared
+        kt_layer._around_fused_moe(build, layer, 4, 8, use_weight_loader_fused=shared)
+    kt_layer._building.pop()
+    assert made[0].layer_idx == 4 and made[1] is None and not kt_layer._building
 
 
 def check_draft_models() -> None:

@@ -14,8 +14,9 @@ import multiprocessing
 import os
 import sys
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import moe_layers_run
 import sglang_run
@@ -42,6 +43,27 @@ def define_operators() -> tuple[torch.library.Library, ...]:
     return aten, kernels
 
 
+def open_flash_attention() -> None:
+    """Makes a package importable without the library for GPUs that it imports first: Inkling takes
+    one function from it."""
+    from sglang.kernels.ops.attention import flash_attn
+
+    (folder,) = flash_attn.__path__
+    package = ModuleType(f"{flash_attn.__name__}.cute")
+    package.__path__ = [f"{folder}/cute"]
+    sys.modules[package.__name__] = package
+
+
+class Nothing(torch.nn.Module):
+    """In place of parts that are not called."""
+
+    def __init__(self, *given: object, **more: object) -> None:
+        super().__init__()
+
+    def load_converted_state(self, state: object) -> None:
+        pass
+
+
 def clamped_swiglu(gate_up: torch.Tensor, out: torch.Tensor, limit: float) -> None:
     gate, up = gate_up.chunk(2, -1)
     out.copy_(torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
@@ -56,10 +78,13 @@ def hook(one: dict) -> None:
     """Makes a model runner, once it has loaded its model, compute the MoE layers and end the
     process."""
     from sglang.kernels.ops.activation import silu_and_mul_clamp
+    from sglang.srt.arg_groups import mamba_hook
     from sglang.srt.arg_groups.model_override_base import _MODEL_OVERRIDE_FNS
     from sglang.srt.arg_groups.model_overrides import iquest_q1  # noqa: F401 - registers
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.models import deepseek_v4
+    from sglang.srt.models.dots3_common import dots_omni_towers
+    from sglang.srt.models.dots3_common import modeling as dots3
 
     initialize = ModelRunner.initialize
 
@@ -76,10 +101,24 @@ def hook(one: dict) -> None:
             _error(one).write_text(f"{type(error).__name__}: {error}")
             raise
 
+    # Inkling demands copies of states, which are not made here.
+    mamba_hook._platform_supports_mamba_cache_extra_buffer = lambda: True
+    # Dots3Note without attention and encoders, whose weights would be needed.
+    dots3._require_cuda = lambda: None
+    for module, name in (
+        (dots3, "get_rope_wrapper"),
+        (dots_omni_towers, "DotsNoteOmniAudioEncoder"),
+        (dots_omni_towers, "DotsNoteOmniVisionEncoder"),
+    ):
+        setattr(module, name, Nothing)
+    # It marks its result as memory that GPUs share.
+    dots3.use_symmetric_memory = lambda group: nullcontext(SimpleNamespace(tag=id))
     # It would demand an attention for GPUs.
     del _MODEL_OVERRIDE_FNS["IQuestQ1ForCausalLM"]
     # DeepSeek-V3.2 asks which attention the GPU has.
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    # Inkling's shared experts, in Triton's interpreter, ask how many multiprocessors it has.
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=1)
     torch.cuda.Stream = lambda *given, **more: None  # Kimi-K3 makes some
     # DeepSeek-V4 compiles kernels for GPUs, one of them for its shared expert.
     deepseek_v4.DeepseekV4ForCausalLM._prewarm_mhc_kernels = lambda self: None
@@ -126,6 +165,7 @@ def main() -> None:
     with open(job_path) as file:
         job = json.load(file)
     operators = define_operators()
+    open_flash_attention()
     sglang_run.import_all()
     answers = []
     assert operators

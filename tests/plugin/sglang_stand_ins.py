@@ -15,6 +15,7 @@ import torch
 import triton.runtime.autotuner as autotuner
 from sglang.kernels.ops.mamba import causal_conv1d_triton
 from sglang.srt.arg_groups.model_override_base import MODEL_OVERRIDES
+from sglang.srt.configs import update_config
 from sglang.srt.layers.attention.mamba import mamba
 from sglang.srt.layers.rotary_embedding.rope_variant import FourierRotaryEmbedding
 from sglang.srt.models import (  # noqa: F401
@@ -31,7 +32,7 @@ from sglang.srt.models import (  # noqa: F401
 is_cpu = utils.is_cpu
 utils.is_cpu = lambda: False
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend  # noqa: E402, F401
-from sglang.srt.models import qwen3_5  # noqa: E402, F401
+from sglang.srt.models import grok, qwen3_5  # noqa: E402, F401
 
 utils.is_cpu = is_cpu
 # It would time its kernels on a GPU.
@@ -70,6 +71,7 @@ def normed(
     return one(q, q_weight, sums[:rows]), one(k, k_weight, sums[rows : 2 * rows])
 
 
+grok.get_stream = lambda name: object()  # of a GPU
 minimax_m2.rms_sumsq_serial, minimax_m2.rms_apply_serial = squares, normed
 # Elsewhere it expects rotary embeddings in place, and those for the CPU are not.
 llama4._is_npu = True
@@ -100,3 +102,14 @@ def loads(self: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) ->
 # The class around this one needs the names of what it has loaded, which it does not return.
 load_text = bailing_mm.BailingMoeV2ForCausalLM.load_weights
 bailing_mm.BailingMoeV2ForCausalLM.load_weights = loads
+
+
+def update_size(config: object, name: str, *given: object) -> object:
+    about = getattr(config, "hf_config", config)  # a part has only its own
+    has_list = isinstance(getattr(about, name, None), list)
+    return config if has_list else update_one_size(config, name, *given)
+
+
+# It expects one size of experts, of which Ernie 4.5 VL has two.
+update_one_size = update_config.update_intermediate_size
+update_config.update_intermediate_size = update_size

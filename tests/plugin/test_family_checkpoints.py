@@ -16,8 +16,9 @@ NAMES = [
     name
     for name, family in FAMILIES.items()
     if family.dropped or family.renamed or family.transposed or name.startswith("Gemma4")
-    # The names of Mistral's own files.
-    if name not in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration")
+    # The names of Mistral's own files, and of a class that SGLang alone reads.
+    if name
+    not in ("MistralLarge3ForCausalLM", "PixtralForConditionalGeneration", "ZayaForCausalLM")
 ]
 # Of classes whose config.json has the model_type of another one, with experts at another place.
 MODEL_TYPES = {"DeepseekForCausalLM": "deepseek"}

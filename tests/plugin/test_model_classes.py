@@ -82,12 +82,15 @@ MODELS = {
 OWN_MODELS = [name for name in OWN if FULL or RESULTS]
 # In it none, some and all experts are hot; in the others some. SGLang starts too slowly for more.
 THOROUGH = ("vllm", "DeepseekV3ForCausalLM")
+# Also with experts that are read by kt-moe and none hot: its loader wants a weight for each
+# parameter.
+READ_HERE = ("sglang", "Grok1ForCausalLM")
 
 
 def _hot(engine: str, name: str) -> list[int]:
     if engine in FAMILIES[name].cold_only:
         return [0]
-    return [0, HOT, EXPERTS] if (engine, name) == THOROUGH else [HOT]
+    return {THOROUGH: [0, HOT, EXPERTS], READ_HERE: [0, HOT]}.get((engine, name), [HOT])
 
 
 RUNS = [
@@ -123,6 +126,7 @@ STAND_INS = {
     ("sglang", "BailingMMNativeForConditionalGeneration"): "count of weights",
     ("sglang", "BailingMM2NativeForConditionalGeneration"): "count of weights",
     ("sglang", "DeepseekVL2ForCausalLM"): "image encoder",
+    ("sglang", "Ernie4_5_VLMoeForConditionalGeneration in SGLang"): "a size in its configuration",
     ("sglang", "GptOssForCausalLM"): "data type",
     ("sglang", "InternS1ProForConditionalGeneration in SGLang"): "rotary embeddings",
     ("sglang", "Llama4ForConditionalGeneration"): "rotary embeddings",
@@ -163,7 +167,8 @@ def stocks(engine: str, name: str, hot: int) -> bool:
 def _options(engine: str, name: str, hot: int, model: Path) -> dict[str, Any]:
     """KT_RESULTS is for classes that are not listed yet, too."""
     options = {"method": "BF16", "num_gpu_experts": hot}
-    if engine in FAMILIES[name].cold_only:  # the engine is not to make a layer of its own
+    # The engine is not to make a layer of its own.
+    if engine in FAMILIES[name].cold_only or ((engine, name) == READ_HERE and not hot):
         options["weight_path"] = str(model)
     return options | ({"allow_untested": True} if RESULTS else {})
 

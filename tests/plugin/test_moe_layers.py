@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import kimi_k3_model
 import pytest
 import test_sglang
 import test_vllm
@@ -51,8 +50,6 @@ class Alone:
     near: float = 0.005
 
 
-# In vLLM, it is one of FAMILIES.
-K3 = f"{kimi_k3_model.NAME} in SGLang"
 # transformers' configuration of a text-only MiniMax-M3 has another activation.
 SWIGLUOAI = {
     "hf_overrides": dict(hidden_act="swigluoai", rope_theta=5e6, partial_rotary_factor=0.5)
@@ -116,6 +113,7 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "BailingMoeV3VLForConditionalGeneration in SGLang": Alone(arguments=LINEAR),
         "DeepseekV32ForCausalLM": Alone(),
         "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, hot=0, written=COMPRESSED),
+        "Dots3NoteForCausalLM in SGLang": Alone(arguments=PAGED, changed=UNSCALED),
         "ExaoneMoeForCausalLM": Alone(arguments={"attention_backend": "triton"}),
         "GigaChat35ForCausalLM": Alone(changed=UNSCALED),
         "Glm4MoeLiteForCausalLM": Alone(),
@@ -128,6 +126,9 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "InternS2PreviewForConditionalGeneration": Alone(
             arguments=LINEAR | {"enable_multimodal": False}
         ),
+        "InklingForConditionalGeneration in SGLang": Alone(
+            True, {"mamba_radix_cache_strategy": "extra_buffer", "enable_multimodal": False}
+        ),
         "KimiLinearForCausalLM": Alone(arguments=LINEAR, changed=UNSCALED),
         "IQuestQ1ForCausalLM": Alone(),
         "InternS2MobiusForConditionalGeneration in SGLang": Alone(
@@ -136,7 +137,9 @@ CLASSES: dict[str, dict[str, Alone]] = {
         ),
         "K2HorizonForCausalLM in SGLang": Alone(arguments=BFLOAT16, near=0.01),
         "KimiK3LinearForCausalLM": Alone(arguments=LINEAR),
-        K3: Alone(True, LINEAR | {"enable_multimodal": False}),
+        "KimiK3ForConditionalGeneration in SGLang": Alone(
+            True, LINEAR | {"enable_multimodal": False}
+        ),
         "LLaDA2MoeModelLM": Alone(),
         "Lfm2MoeForCausalLM": Alone(arguments=LINEAR),
         "MiniCPMV": Alone(arguments=LINEAR | {"enable_multimodal": False}),
@@ -201,8 +204,6 @@ def models(folder: Path) -> Callable[[str, str], Path]:
     def of(engine: str, name: str) -> Path:
         path, alone = folder / f"{engine} {name}", CLASSES[engine][name]
         if not path.exists():
-            if name == K3:
-                return kimi_k3_model.make(path)
             config = make(name, path, **alone.changed) / "config.json"
             config.write_text(json.dumps(json.loads(config.read_text()) | alone.written))
         return path
@@ -232,7 +233,7 @@ def answers(
                 options = {"method": "BF16", "num_gpu_experts": alone.hot, "allow_untested": True}
                 if alone.hot == 0:  # needs no kernel of the engine
                     options["weight_path"] = model
-                given = {} if name == K3 else FAMILIES[name].on_cpu(engine) or {}
+                given = FAMILIES[name].on_cpu(engine) or {}
                 one = {"model": model, "kt": options, "engine": given | alone.arguments}
                 kinds = {"ours": one}
                 if RESULTS and alone.hot:
@@ -253,7 +254,7 @@ def answers(
 
 
 def _published(name: str) -> str:
-    return kimi_k3_model.NAME if name == K3 else FAMILIES[name].published or name
+    return FAMILIES[name].published or name
 
 
 def _outputs(folder: Path, engine: str, name: str, kind: str) -> Path:
@@ -271,8 +272,7 @@ def test_outputs_are_those_of_transformers(
 ) -> None:
     """Also the stock engine's, if it computed them."""
     alone, found = CLASSES[engine][name], answers(engine)
-    kind = kimi_k3_model.K3Reference if name == K3 else FamilyReference
-    reference = kind(name, models(engine, name))
+    reference = FamilyReference(name, models(engine, name))
     wanted = outputs(reference, inputs)
 
     def zero(layer: int, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:

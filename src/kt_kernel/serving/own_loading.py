@@ -14,7 +14,7 @@ _CLASSES = {
         ("GptOssForCausalLM", "InklingForCausalLM", "InklingForConditionalGeneration")
     ),
     # Their loaders deliver the experts of 16-bit checkpoints in stacks.
-    "sglang": frozenset(("GptOssForCausalLM",)),
+    "sglang": frozenset(("GptOssForCausalLM", "InklingForConditionalGeneration")),
 }
 
 
