@@ -9,9 +9,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.serving.options import KTOptions
-from kt_kernel.serving.streamed_models import may_stream
 
 from .options import decide
 
@@ -53,6 +51,10 @@ def leave_long_prompts(
     prefill, threshold = graphs.prefill, options.given_threshold
     if arguments.device != "cuda" or prefill.backend == "disabled":
         return
+    # Not at the top: the plugin is loaded without kt options, too, and these take torch.
+    from kt_kernel.checkpoint import open_checkpoint
+    from kt_kernel.serving.streamed_models import may_stream
+
     checkpoint = None if options.weight_path is None else open_checkpoint(options.weight_path)
     if not may_stream(options, config, checkpoint):
         return

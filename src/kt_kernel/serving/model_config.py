@@ -4,7 +4,6 @@
 import os
 from typing import Any
 
-from ..checkpoint.safetensors.families import FAMILIES
 from ..routes.model import RoutedModel
 from ..runtime.nested import NUMBERS_OF_EXPERTS
 from ..runtime.text import ranges
@@ -159,6 +158,9 @@ def expert_sizes(config: Any) -> tuple[int | None, int | None]:
 def has_gate(config: Any) -> bool:
     """Whether experts have a gate, as far as the configuration tells. Without one, as in
     Nemotron-H, an expert has two matrices."""
+    # Not at the top: plugins are loaded without kt options, too, and this takes torch.
+    from ..checkpoint.safetensors.families import FAMILIES
+
     family = FAMILIES.get(str(getattr(config, "model_type", None)))
     gated = family is None or family.gated
     return gated and getattr(config, "mlp_hidden_act", None) != "relu2"
