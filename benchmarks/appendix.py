@@ -477,13 +477,15 @@ PARTS = (
         "Made by `training_versions.py`, before and after transposed products became one sum for "
         "each block. Phases at 2,048 tokens are those of a build with marks: their milliseconds, "
         "and in parentheses how long threads worked on average. In the second and third result, "
-        "rows are also taken in one phase; these machines were busy. In the last one, products "
-        "with down are kept by pair, and what follows products goes by 32 rows.",
+        "rows are also taken in one phase; these machines were busy. In the fourth one, products "
+        "with down are kept by pair, and what follows products goes by 32 rows. In the last one, "
+        "both versions are the same, on another Xeon.",
         [
             "2026-11-30-sft-amx",
             "2026-11-30-sft-amx-rows",
             "2026-11-30-sft-avx2-versions",
             "2026-11-30-sft-amx-pairs",
+            "2026-12-01-sft-amx-2-cpus",
         ],
         versions_table,
     ),
