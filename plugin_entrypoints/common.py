@@ -21,6 +21,7 @@ LOAD_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache")
 MATRIX = {True: {"w1": "gate", "w3": "up", "w2": "down"}, False: {"w1": "up", "w2": "down"}}
 # Reasons for a refusal, of configurations and of requests to a running engine.
 SINGLE_RANK = "kt-moe supports tensor parallelism only"
+ONE_BY_ONE = "cold experts need their weights one by one"
 NO_EXCHANGE = "the weights of cold experts cannot be replaced or offloaded"
 KEEPS_WEIGHTS = (
     "the weights of cold experts cannot be replaced while the engine runs; restart it with the "

@@ -12,6 +12,7 @@ from ..common import (
     NO_LORA,
     NO_LORA_OPTION,
     NO_SCALING,
+    ONE_BY_ONE,
     SINGLE_RANK,
 )
 from ..contract import Attributes, Contract, Name, Operation, Operations, Refusal
@@ -128,7 +129,6 @@ _BATCHES = "the CPU computes one batch at a time"
 _NO_COMPILER = "kt-moe's kernels cannot be compiled by torch.compile"
 _WHOLE = "kernels that read the weights of all experts are not supported"
 _QUANTISES = "only the hot experts would be quantised"
-_ONE_BY_ONE = "cold experts need their weights one by one"
 
 # Checked as soon as the command line is parsed: a server with --encoder-only checks nothing later.
 BEFORE_LAUNCH = (
@@ -190,8 +190,8 @@ REFUSED = (
     Refusal("enable_nvidia_megakernel", (False,), _WHOLE, versions=">=0.5.23"),
     Refusal("enable_amd_monokernel", (False,), _WHOLE, versions=">=0.5.23"),
     Refusal("device", ("cuda", "cpu"), "kt-moe supports CUDA devices and CPUs"),
-    Refusal("load_format", LOAD_FORMATS, _ONE_BY_ONE),
-    Refusal("startup_weight_load_mode", ("serial",), _ONE_BY_ONE, versions=">=0.5.18"),
+    Refusal("load_format", LOAD_FORMATS, ONE_BY_ONE),
+    Refusal("startup_weight_load_mode", ("serial",), ONE_BY_ONE, versions=">=0.5.18"),
     Refusal("weight_cache_mode", ("off",), "this cache does not support CPU experts"),
     Refusal("quantize_and_serve", (False,), _QUANTISES),
     Refusal("modelopt_quant", (None,), _QUANTISES),
@@ -231,7 +231,7 @@ REFUSED_SPECULATION = (
     ),
 )
 # Checked with a draft model that may have experts.
-REFUSED_DRAFT = (Refusal("speculative_draft_load_format", (None, *LOAD_FORMATS), _ONE_BY_ONE),)
+REFUSED_DRAFT = (Refusal("speculative_draft_load_format", (None, *LOAD_FORMATS), ONE_BY_ONE),)
 # Checked if some experts are cold.
 BESIDE_COLD = (
     Refusal(

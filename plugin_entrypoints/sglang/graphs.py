@@ -51,15 +51,15 @@ def leave_long_prompts(
     prefill, threshold = graphs.prefill, options.given_threshold
     if arguments.device != "cuda" or prefill.backend == "disabled":
         return
+    given = getattr(server_args, _GIVEN, None)
+    if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):
+        return
     # Not at the top: the plugin is loaded without kt options, too, and these take torch.
     from kt_kernel.checkpoint import open_checkpoint
     from kt_kernel.serving.streamed_models import may_stream
 
     checkpoint = None if options.weight_path is None else open_checkpoint(options.weight_path)
     if not may_stream(options, config, checkpoint):
-        return
-    given = getattr(server_args, _GIVEN, None)
-    if given is None or not given.isdisjoint((("prefill", "bs"), ("prefill", "max_bs"))):
         return
     limit = _LARGEST if threshold is None else threshold - 1
     # Batches up to the largest captured one that decodes are never streamed, see `EngineSide`.

@@ -41,7 +41,8 @@ def one_sweep() -> Iterator[None]:
 
 
 def once_when_applied() -> None:
-    """Lets SGLang do so when it applies the hooks of all plugins, the next time."""
+    """The next time SGLang applies the hooks of all plugins, its registry looks through all modules
+    once, see `one_sweep`."""
     from sglang.srt.plugins.hook_registry import HookRegistry
 
     original = vars(HookRegistry)["apply_hooks"]

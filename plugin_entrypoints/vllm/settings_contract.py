@@ -1,11 +1,10 @@
 """The settings of vLLM that kt options do not go with. A part of the contract, see `contract`."""
 
-from ..common import LOAD_FORMATS, NO_EXCHANGE, NO_LORA_OPTION, SINGLE_RANK
+from ..common import LOAD_FORMATS, NO_EXCHANGE, NO_LORA_OPTION, ONE_BY_ONE, SINGLE_RANK
 from ..contract import Refusal
 
 _TOGETHER = "not supported with kt options yet"
 _PLACES = "both settings decide where weights are kept"
-_ONE_BY_ONE = "cold experts need their weights one by one"
 
 # Checked on the finished configuration.
 REFUSED = (
@@ -39,7 +38,7 @@ REFUSED = (
     Refusal("offload_config.uva.cpu_offload_gb", (0,), _PLACES),
     Refusal("offload_config.prefetch.offload_group_size", (0,), _PLACES),
     Refusal("offload_config.offload_backend", ("auto", "uva"), _PLACES),
-    Refusal("load_config.load_format", LOAD_FORMATS, _ONE_BY_ONE),
+    Refusal("load_config.load_format", LOAD_FORMATS, ONE_BY_ONE),
 )
 # Checked with more than one rank. With one, vLLM ignores the flag, which published commands have.
 REFUSED_WITH_RANKS = (Refusal("parallel_config.enable_expert_parallel", (False,), _TOGETHER),)
@@ -57,7 +56,7 @@ REFUSED_DRAFT = (
     Refusal(
         "speculative_config.draft_load_config.load_format",
         (None, *LOAD_FORMATS),  # None: that of the served model
-        _ONE_BY_ONE,
+        ONE_BY_ONE,
         "--speculative-config draft_load_config.load_format",
     ),
 )

@@ -46,8 +46,8 @@ def main(patience: float, command: list[str]) -> int:
     _prctl(_SET_CHILD_SUBREAPER, 1)
     told: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-    # An interrupt of the terminal also reaches the command, which decides. It must not inherit that
-    # signals are ignored, and handlers are not inherited.
+    # An interrupt of the terminal also reaches the command, which decides what to do. The guard
+    # does not ignore it, because the command would inherit that; it does not inherit a handler.
     signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         server = subprocess.Popen(command, stdin=subprocess.DEVNULL)
