@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
+from ..runtime.background import start_thread
+
 #: Bytes that may wait for packing, in addition to one expert being read and one being packed. A
 #: larger expert may wait alone. This is more than enough to keep a disk busy.
 AHEAD_BYTES = 64 << 20
@@ -36,17 +38,18 @@ class _Reader(Generic[T]):
         self._stopped = False
 
     def results(self, keys: Iterator[int]) -> Generator[tuple[int, T], None, None]:
-        # A daemon, so that an iterator that is never closed does not keep the process alive.
-        thread = threading.Thread(target=self._run, args=(keys,), name="kt-read", daemon=True)
-        thread.start()
+        thread = start_thread("kt-read", lambda: self._run(keys), self._stop)
         try:
             while self._await():
                 yield self._pop()  # keep no reference to the result
         finally:
-            with self._changed:
-                self._stopped = True
-                self._changed.notify()
+            self._stop()
             thread.join()
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
 
     def _await(self) -> bool:
         """Waits for the next result; False after the last. Raises what `read` raised."""

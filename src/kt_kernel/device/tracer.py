@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.background import start_thread
 from ..trace.records import Record, StreamedRecord
 from ..trace.writer import TRACE_VARIABLE, TraceWriter
 
@@ -32,8 +33,7 @@ class Tracer:
         self._names: dict[int, str] = {}
         self._last = 0  # number of the last record
         self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kt-trace", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("kt-trace", self._run, self._ending.set)
 
     def attach(self, core: Any) -> None:
         """Writes the records of a device's stream engine, too."""

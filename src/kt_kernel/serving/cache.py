@@ -22,6 +22,7 @@ from ..device.cache import CacheMemory, Totals, allow_captures_elsewhere
 from ..device.slots import SlotWeights
 from ..device.streaming.experts import PackedExperts
 from ..device.uploads import Upload, Uploads
+from ..runtime.background import start_thread
 from ..runtime.variant import native
 from .cache_policy import MOVES, Gain, Scores, make_policies
 from .cache_slots import LayerSlots
@@ -139,8 +140,7 @@ class ModelCache:
         self._memory.clear()
         self._began = True
         if self._memory.device.type == "cuda":
-            self._thread = threading.Thread(target=self._run, name="kt-cache", daemon=True)
-            self._thread.start()
+            self._thread = start_thread("kt-cache", self._run, self._stop.set)
 
     def start(self, owner: object) -> None:
         """Publishes the first maps, and prepares `begin`. The thread ends with the owner, or with

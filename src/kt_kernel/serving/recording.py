@@ -21,6 +21,7 @@ from ..moe.routing import without_padding
 from ..routes.model import RoutedModel
 from ..routes.record import RouteRecord
 from ..routes.statistics import ExpertStatistics
+from ..runtime.background import start_thread
 from ..runtime.forks import per_process
 from ..runtime.streams import on_stream
 from .option_table import ROUTES_TOKENS
@@ -64,7 +65,7 @@ class ModelRecording:
         """Prepares writing the files: from `begin` on, the last time when the owner is deleted or
         the process ends."""
         _recordings.append(self)
-        threading.Thread(target=self._run, name="kt-record", daemon=True).start()
+        start_thread("kt-record", self._run, self._stop.set)
         # Also runs at the end of child processes, where atexit does nothing.
         multiprocessing.util.Finalize(owner, self._close, exitpriority=100)
 

@@ -1,7 +1,7 @@
 """Shows operators that the CPU kernels are used: log lines, and counters in a file.
 
-Engines run the model in a separate process that is often killed. A daemon thread therefore
-publishes the counters twice a second if they have changed.
+Engines run the model in a separate process that is often killed. A thread therefore publishes the
+counters twice a second if they have changed.
 """
 
 import json
@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 
+from ..runtime.background import start_thread
 from ..runtime.files import write_output
 from ..runtime.pools import log_crowding
 from .hybrid_model import HybridModel
@@ -38,14 +39,14 @@ def watch(model: HybridModel, logger: logging.Logger) -> None:
     _publish(logger)
     if _started_in != os.getpid():  # threads do not survive a fork
         _started_in = os.getpid()
-        threading.Thread(target=_run, args=(logger,), name="kt-report", daemon=True).start()
+        ending = threading.Event()
+        start_thread("kt-report", lambda: _run(logger, ending), ending.set)
 
 
-def _run(logger: logging.Logger) -> None:
+def _run(logger: logging.Logger, ending: threading.Event) -> None:
     seen = logged = _calls()
     logged_at = 0.0
-    while True:
-        time.sleep(LOOK_SECONDS)
+    while not ending.wait(LOOK_SECONDS):
         calls = _calls()
         if calls != seen:
             seen = calls
