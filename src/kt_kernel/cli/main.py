@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from . import bench, cache, model, quant, sft, tune, version
+from . import bench, cache, doctor, model, quant, sft, tune, version
 from .running import run
 
 app = typer.Typer(
@@ -17,6 +17,7 @@ app = typer.Typer(
 app.command("quant")(quant.quant)
 app.add_typer(bench.app, name="bench")
 app.command("cache")(cache.cache)
+app.command("doctor")(doctor.doctor)
 app.add_typer(model.app, name="model")
 app.add_typer(sft.app, name="sft")
 app.command("tune")(tune.tune)
