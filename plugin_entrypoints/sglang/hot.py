@@ -16,6 +16,9 @@ from kt_kernel.serving.hybrid import HybridLayer
 
 from ..common import instead_of_converting, own_parameters
 
+#: SGLang's names of the activations that its kernels for the CPU compute, with a gate.
+CPU_ACTIVATIONS = ("silu", "gelu", "situ")
+
 
 class PackedHotMethod(FusedMoEMethodBase):
     """The method of a layer whose hot experts have 4 or 8 bits: SGLang's Triton kernels for such
@@ -105,11 +108,21 @@ def refuse_activation(own: HybridLayer, runner: Any, has_bias: bool, packed: boo
 
 
 def refuse_on_cpu(own: HybridLayer, runner: Any) -> None:
-    """ValueError for hot experts of which SGLang's kernels for the CPU leave out the limit or the
-    alpha of SwiGLU, without an error. They know those of gpt-oss."""
+    """ValueError for hot experts that SGLang's kernels for the CPU do not compute: they end the
+    first forward pass with an error, and leave out the limit or the alpha of SwiGLU without one.
+    They know those of gpt-oss.
+
+    runner: the layer's MoeRunnerConfig.
+    """
     activation = own.activation
+    place, accepted = f"layer {own.layer_idx}", "accepted: --kt-num-gpu-experts 0"
+    if runner.activation not in CPU_ACTIVATIONS or not runner.is_gated:
+        raise ValueError(
+            f"{place}: {activation}: SGLang's kernels for the CPU compute hot experts with "
+            f"{', '.join(CPU_ACTIVATIONS)} and a gate only; {accepted}"
+        )
     if (activation.swiglu_limit or activation.swiglu_alpha) and not _as_in_gpt_oss(runner):
         raise ValueError(
-            f"layer {own.layer_idx}: {activation}: SGLang's kernels for the CPU compute hot "
-            "experts without these numbers; accepted: --kt-num-gpu-experts 0"
+            f"{place}: {activation}: SGLang's kernels for the CPU compute hot experts without "
+            f"these numbers; {accepted}"
         )

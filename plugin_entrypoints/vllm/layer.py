@@ -16,7 +16,7 @@ from vllm.model_executor.layers.quantization.fp8 import Fp8MoEMethod
 from vllm.model_executor.models import gpt_oss
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kt_kernel.serving.activations import activation_of
+from kt_kernel.serving.activations import GPT_OSS, activation_of
 from kt_kernel.serving.draft import draft_options
 from kt_kernel.serving.hot_delivery import HotDelivery
 from kt_kernel.serving.hybrid import HybridLayer
@@ -116,6 +116,9 @@ class HybridExperts(RoutedExperts):
 
     def _check_method(self) -> None:
         layer = self.kt_layer
+        tensors = [*self.parameters(), *self.buffers()]
+        if tensors and not tensors[0].is_cuda and not layer.placement.all_hot:
+            _refuse_on_cpu(f"kt: {self.layer_name}", layer)
         unchanged = layer.placement.all_hot and not layer.adapted and not layer.recorded
         if unchanged or isinstance(self.quant_method, (NoHotExperts, PackedHotMethod)):
             return
@@ -413,6 +416,17 @@ def _refuse(layer_name: str, moe_config: Any, arguments: dict[str, Any]) -> None
     ):
         if present:
             raise ValueError(f"{place}: {what} is not supported with kt options")
+
+
+def _refuse_on_cpu(place: str, layer: HybridLayer) -> None:
+    """ValueError for hot experts of which vLLM's kernels for the CPU leave out the limit of SwiGLU,
+    without an error. They know that of gpt-oss."""
+    activation = layer.activation
+    if layer.placement.num_slots and activation.swiglu_limit and activation != GPT_OSS:
+        raise ValueError(
+            f"{place}: {activation}: vLLM's kernels for the CPU compute hot experts without this "
+            "limit; accepted: --kt-num-gpu-experts 0"
+        )
 
 
 def _check(known: Arguments, given: Any, place: str) -> None:

@@ -526,6 +526,7 @@ if __name__ == "__main__":
     delivery.check_random_weights()
     delivery.check_what_models_see_while_they_load()
     layers.check_other_experts()
+    layers.check_activations_of_hot_experts_on_the_cpu()
     layers.check_what_models_ask()
     layers.check_scaling_is_applied_once()
     print("OK")

@@ -3,11 +3,14 @@
 import copy
 import dataclasses
 import inspect
+import itertools
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from sglang.srt.layers.moe.fused_moe_native import moe_forward_native
 from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 from sglang.srt.layers.moe.token_dispatcher import StandardDispatchOutput
@@ -199,6 +202,9 @@ def check_what_a_layer_may_be() -> None:
         assert error.startswith("layer 0: activation='s"), error
         assert error.endswith("without these numbers; accepted: --kt-num-gpu-experts 0"), error
         assert refusal(0, **given) == ""
+    relu2 = {"activation": "relu2", "is_gated": False, "num_fused_shared_experts": 0}
+    assert refusal(3, **relu2).startswith("layer 0: activation='relu2', gated=False: SGLang's")
+    assert refusal(0, **relu2) == refusal(9, **relu2) == ""
     on_input = {"apply_router_weight_on_input": True}
     for given, expected in (
         ({"activation": "gelu"} | on_input, ExpertActivation("gelu", True, True)),
@@ -300,7 +306,9 @@ def check_other_experts() -> None:
         )
         options = KTOptions(method="BF16", num_gpu_experts=hot, cpuinfer=1)
         method.config = kt_layer.LayerConfig(HybridModel(options), {}, 0, 16, 2)
-        method.create_weights(layer, experts, hidden, inter, torch.float32, weight_loader=None)
+        # SGLang's own method has no ReLU² on the CPU, where these tests run.
+        with mock.patch.object(kt_layer, "refuse_on_cpu"):
+            method.create_weights(layer, experts, hidden, inter, torch.float32, weight_loader=None)
         method.create_moe_runner(layer, layer.moe_runner_config)
         if not given:
             check_unchanged_activation(method, layer)
@@ -314,6 +322,50 @@ def check_other_experts() -> None:
         found = method.apply(layer, StandardDispatchOutput(x, None, routes)).hidden_states
         want = moe_reference(x, ids, weights, *matrices, rounded=False, **computes)
         assert row_error(found.double(), want).max() < 5e-3, given
+
+
+def check_activations_of_hot_experts_on_the_cpu() -> None:
+    """Hot experts are refused exactly where SGLang's method for the CPU does not compute them as
+    the CPU computes the cold ones."""
+    hidden, inter = 64, 32
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator) / 8
+
+    gate, up, down = random(1, inter, hidden), random(1, inter, hidden), random(1, hidden, inter)
+    x, ids, weights = 8 * random(9, hidden), torch.zeros(9, 1, dtype=torch.int32), torch.ones(9, 1)
+    accepted = []
+    for name, gated in itertools.product(
+        ("silu", "gelu", "gelu_tanh", "relu2", "situ"), (True, False)
+    ):
+        if not gated and name == "situ":  # which has a gate in every engine
+            continue
+        runner = MoeRunnerConfig(activation=name, is_gated=gated)
+        computes = kt_layer.requested_activation("layer 0", runner)
+        given = {"activation": computes.function, "situ_beta": computes.situ_beta}
+        matrices = [gate if gated else None, up, down]
+        want = moe_reference(x, ids.long(), weights, *matrices, rounded=False, **given)
+        layer = SimpleNamespace(
+            num_experts=1, w13_weight=torch.cat([gate, up], 1) if gated else up, w2_weight=down
+        )
+        try:
+            rows = moe_forward_native(layer, x, StandardTopKOutput(weights, ids, None), runner)
+            computed = row_error(rows.double(), want).max() < 1e-3
+        except (ValueError, RuntimeError):  # no such activation; matrices of other shapes
+            computed = False
+        own = SimpleNamespace(layer_idx=0, activation=computes)
+        try:
+            kt_hot.refuse_on_cpu(own, runner)
+            assert computed, runner
+            accepted.append(name)
+        except ValueError as error:
+            assert not computed, (runner, error)
+            assert str(error) == (
+                f"layer 0: {computes}: SGLang's kernels for the CPU compute hot experts with silu, "
+                "gelu, situ and a gate only; accepted: --kt-num-gpu-experts 0"
+            ), error
+    assert accepted == list(kt_hot.CPU_ACTIVATIONS)
 
 
 def check_unchanged_activation(method: Any, layer: Any) -> None:

@@ -372,6 +372,44 @@ def check_hot_experts_without_a_gate() -> None:
         assert found.endswith(f"accepted: {accepted}"), found
 
 
+def check_hot_experts_with_a_limit() -> None:
+    """vLLM's kernels for the CPU would leave the limit out. They have that of gpt-oss."""
+    gpt_oss = ExpertActivation(swiglu_limit=7.0, swiglu_alpha=1.702)
+    limited, plain = ExpertActivation(swiglu_limit=1.5), ExpertActivation()
+    for activation, hot, device, refused in (
+        (limited, 2, "cpu", True),
+        (limited, 0, "cpu", False),
+        (limited, 4, "cpu", False),  # as stock vLLM computes
+        (limited, 2, "cuda", False),
+        (gpt_oss, 2, "cpu", False),
+        (dataclasses.replace(gpt_oss, swiglu_limit=5.0), 2, "cpu", True),
+        (plain, 2, "cpu", False),
+    ):
+        experts = object.__new__(hybrid.HybridExperts)
+        torch.nn.Module.__init__(experts)
+        experts.layer_name = "layers.3"
+        experts.kt_layer = HybridLayer(
+            KTOptions(method="BF16", num_gpu_experts=hot),
+            layer_idx=3,
+            num_experts=4,
+            num_experts_per_tok=2,
+            hidden_size=64,
+            moe_intermediate_size=32,
+            activation=activation,
+            has_cpu_part=False,
+        )
+        # PyTorch's build for the CPU has no tensors of other devices.
+        tensors = [SimpleNamespace(is_cuda=device == "cuda")]
+        experts.parameters = lambda tensors=tensors: iter(tensors)
+        experts.quant_method = object.__new__(hybrid.NoHotExperts)
+        found = error_of(experts._check_method)
+        wanted = (
+            f"kt: layers.3: {activation}: vLLM's kernels for the CPU compute hot experts without "
+            "this limit; accepted: --kt-num-gpu-experts 0"
+        )
+        assert found == (wanted if refused else ""), (activation, hot, device, found)
+
+
 def check_sums_left_to_the_model_are_refused() -> None:
     """They are refused when vLLM's kernel does not return sums."""
     unfinished = UnfinalizedMoEOutput(*(torch.ones(2) for _ in range(3)))

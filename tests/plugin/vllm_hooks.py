@@ -18,6 +18,7 @@ if __name__ == "__main__":
     contract.check_layers_are_refused()
     contract.check_other_experts()
     contract.check_hot_experts_without_a_gate()
+    contract.check_hot_experts_with_a_limit()
     delivery.check_hot_experts_are_delivered()
     contract.check_sums_left_to_the_model_are_refused()
     contract.check_a_renamed_function_stops_a_start()
