@@ -13,7 +13,12 @@ from safetensors.torch import save_file
 from kt_kernel import KTMoEWrapper
 from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.conversion.plan import Request, make_plan
-from kt_kernel.serving.model_config import described_layers, expert_sizes
+from kt_kernel.serving.model_config import (
+    described_layers,
+    expert_sizes,
+    number_of_layers,
+    routed_model,
+)
 from kt_kernel.testing import moe_reference, row_error
 
 E, H, I, LAYER, TOP_K = 4, 64, 96, 3, 2  # noqa: E741
@@ -100,12 +105,16 @@ def test_refused(tmp_path: Path) -> None:
 def test_configuration() -> None:
     config = SimpleNamespace(
         num_hidden_layers=4,
+        n_routed_experts=8,
         layers_block_type=["mamba", "moe", "attention", "moe"],
         hidden_size=64,
         moe_latent_size=32,
         moe_intermediate_size=96,
     )
     assert described_layers(config) == [1, 3]
+    del config.num_hidden_layers  # as transformers 5 writes it
+    assert described_layers(config) == [1, 3] and number_of_layers(config) == 4
+    assert routed_model(config).num_hidden_layers == 4
     assert expert_sizes(config) == (32, 96)
     config.routed_expert_hidden_size = config.moe_latent_size  # of Kimi-K3
     config.moe_latent_size = None

@@ -399,6 +399,14 @@ def test_sizes_of_a_model() -> None:
         ({"layer_types": ["sliding_attention", "full_attention"] * 2}, "FFFF"),
         ({"layers_block_type": ["mamba", "attention", "moe", "mamba"]}, "0F00"),
         ({"hybrid_override_pattern": "M*E-"}, "0F00"),
+        # As transformers 5 writes it.
+        (
+            {
+                "layers_block_type": ["linear_attention", "full_attention", "moe", "mlp"],
+                "num_hidden_layers": None,
+            },
+            "0F00",
+        ),
         ({"layer_types": ["full_attention"]}, "FFFF"),  # too short
     ],
 )

@@ -49,6 +49,18 @@ def test_a_small_model(name: str, settings: dict[str, Any], layers: int, tmp_pat
         assert all(moved[e].equal(kept[e - 1]) and not moved[e].equal(kept[e]) for e in range(8))
 
 
+def test_a_small_model_whose_layers_are_listed() -> None:
+    """Nemotron-H's, as published and as transformers 5 writes it: each kind of layer is there."""
+    for listed in (
+        {"hybrid_override_pattern": "M*ME-E", "num_hidden_layers": 6},
+        {"layers_block_type": ["mamba", "attention", "mamba", "moe", "mlp", "moe"]},
+    ):
+        small = small_config({"model_type": "nemotron_h", "n_routed_experts": 16} | listed)
+        config = transformers.AutoConfig.for_model(**small)
+        assert config.hybrid_override_pattern == "M*ME-" and config.n_routed_experts == 8
+        assert small["num_hidden_layers"] == config.num_hidden_layers == 5
+
+
 @pytest.mark.parametrize(
     ("name", "path"),
     [

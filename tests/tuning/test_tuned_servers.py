@@ -171,6 +171,14 @@ def test_the_first_layers_of_a_model_whose_kinds_are_a_text() -> None:
     assert changes.keys() == {"hybrid_override_pattern", "num_hidden_layers"}
 
 
+def test_the_first_layers_of_a_model_without_their_number() -> None:
+    """As transformers 5 writes Nemotron-H's."""
+    written = AutoConfig.for_model("nemotron_h", hybrid_override_pattern="M*EM").to_diff_dict()
+    assert "num_hidden_layers" not in written and "hybrid_override_pattern" not in written
+    config = AutoConfig.for_model(**written | first_layers(written, 3))
+    assert config.num_hidden_layers == 3 and config.hybrid_override_pattern == "M*E"
+
+
 def test_a_server_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (
         "print('ValueError: the reason');"

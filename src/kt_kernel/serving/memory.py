@@ -14,7 +14,7 @@ from ..runtime.text import shown_size
 from ..weights.expert_tensors import matrix_shapes
 from ..weights.formats import LayerForm
 from ..weights.methods import get_method
-from .model_config import described_layers, expert_sizes, has_gate, size_of
+from .model_config import described_layers, expert_sizes, has_gate, number_of_layers, size_of
 from .option_table import ROUTES_TOKENS, OptionError
 from .options import KTOptions
 from .placement import plan_placement
@@ -51,7 +51,7 @@ def check_memory(
     """
     layers = described_layers(config)
     if layers is None:
-        last = size_of(config, "num_hidden_layers") or 0
+        last = number_of_layers(config) or 0
         layers = [layer for layer in layers_in_files if layer < last]
     try:
         most, free = most_memory(), available_memory()

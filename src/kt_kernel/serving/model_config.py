@@ -102,8 +102,16 @@ def moe_layers(config: Any) -> list[int]:
     layers = described_layers(config)
     if layers is not None:
         return layers
-    count = size_of(config, "num_hidden_layers")
+    count = number_of_layers(config)
     return [] if count is None else [count - 1]
+
+
+def number_of_layers(config: Any) -> int | None:
+    """Layers of the language model, without those of multi-token prediction; None if the
+    configuration does not tell. Where Nemotron-H's layers are listed, transformers and the engines
+    count these, and transformers 5 writes no other number."""
+    kinds = layer_kinds(config)
+    return len(kinds) if kinds else size_of(config, "num_hidden_layers")
 
 
 def layer_kinds(config: Any) -> list[str] | None:
@@ -119,7 +127,7 @@ def layer_kinds(config: Any) -> list[str] | None:
 
 def described_layers(config: Any) -> list[int] | None:
     """The same; None if the configuration describes them in an unknown way."""
-    count = size_of(config, "num_hidden_layers")
+    count = number_of_layers(config)
     if count is None:
         return None
     kinds = layer_kinds(config) or []
@@ -198,7 +206,7 @@ def routed_model(config: Any) -> RoutedModel:
     name = str(getattr(config, "_name_or_path", None) or "")
     return RoutedModel(
         model_type=str(getattr(config, "model_type", None) or ""),
-        num_hidden_layers=size_of(config, "num_hidden_layers") or 0,
+        num_hidden_layers=number_of_layers(config) or 0,
         num_experts=num_experts(config),
         num_experts_per_tok=size_of(config, "num_experts_per_tok") or 0,
         hidden_size=hidden or 0,

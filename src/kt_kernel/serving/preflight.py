@@ -31,6 +31,7 @@ from .model_config import (
     has_gate,
     moe_layers,
     num_experts,
+    number_of_layers,
     plain_swiglu,
     size_of,
 )
@@ -175,7 +176,7 @@ def _with_weights(
         if given is None and served.quantisation:
             _refuse_quantising_engine(checkpoint)
         # The model's own layers may be followed by layers that predict several tokens.
-        count = size_of(config, "num_hidden_layers")
+        count = number_of_layers(config)
         choice = QUANTISE
         if options.method == AUTO:
             choice = method_of(checkpoint, None if count is None else range(count))
@@ -234,7 +235,7 @@ def _with_adapter(options: KTOptions, config: Any, served: ServedModel) -> KTOpt
         path = _local(options.expert_lora_path, served, choose_adapter)
         adapter = open_adapter(path)
         adapter.check_sizes(num_experts(config), *expert_sizes(config))
-        count, layers = size_of(config, "num_hidden_layers"), described_layers(config)
+        count, layers = number_of_layers(config), described_layers(config)
         if layers is not None:
             adapter.check_layers(layers)
         elif count is not None and max(adapter.layers) >= count:

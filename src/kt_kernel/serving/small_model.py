@@ -11,11 +11,13 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from ..runtime.nested import NUMBERS_OF_EXPERTS, at, text_path
+from .model_config import KINDS_AS_TEXT, number_of_layers
 from .small_multimodal import around
 
 VOCABULARY = 512
@@ -102,8 +104,8 @@ def text_layers(small: dict[str, Any]) -> int:
 
 
 def _small_text(config: dict[str, Any]) -> dict[str, Any]:
-    count = config.get("num_hidden_layers")
-    if not isinstance(count, int):
+    count = number_of_layers(SimpleNamespace(**config))
+    if count is None:
         raise ValueError(
             "its configuration has no number of layers (num_hidden_layers), neither for itself nor "
             "for a text model inside it (text_config)"
@@ -111,7 +113,7 @@ def _small_text(config: dict[str, Any]) -> dict[str, Any]:
     layers = _layer_count(config, count)
     small: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, list) and len(value) == count:
+        if _per_layer(name, value, count):
             value = value[:layers]
         elif isinstance(value, int) and not isinstance(value, bool) and name in _AT_MOST:
             value = min(value, _AT_MOST[name])
@@ -144,12 +146,17 @@ def _layer_count(config: dict[str, Any], count: int) -> int:
     needed = max(needed, *(step for step in steps if isinstance(step, int)), 0)
     listed = re.findall(r"\d+", str(config.get("moe_layers_enum") or ""))  # those with experts
     needed = max(needed, *(int(number) + 1 for number in listed[:2]), 0)
-    for value in config.values():
-        if isinstance(value, list) and len(value) == count:
+    for name, value in config.items():
+        if _per_layer(name, value, count):
             kinds = {str(kind) for kind in value}
             first = {str(kind): i for i, kind in reversed(list(enumerate(value)))}
             needed = max(needed, *(first[kind] + 1 for kind in kinds))
     return min(needed, count, _LAYERS)
+
+
+def _per_layer(name: str, value: Any, count: int) -> bool:
+    """Whether a value of the configuration has an entry for each layer."""
+    return (isinstance(value, list) or name == KINDS_AS_TEXT) and len(value) == count
 
 
 def write_small_model(config: dict[str, Any], folder: Path) -> None:

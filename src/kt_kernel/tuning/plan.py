@@ -19,7 +19,7 @@ from ..serving.budget import hot_expert_bytes
 from ..serving.class_check import from_hub, read_config
 from ..serving.hot_format import decide_hot_format
 from ..serving.hub_headers import HeadersOnly
-from ..serving.model_config import model_classes, plain_swiglu, routed_model, size_of
+from ..serving.model_config import model_classes, number_of_layers, plain_swiglu, routed_model
 from ..serving.option_table import OptionError
 from ..serving.options import KTOptions
 from ..serving.own_loading import loads_in_its_own_way
@@ -113,7 +113,7 @@ def find_model(model: str, changes: Mapping[str, Any] | None = None) -> Tuned:
             checkpoint = None
     choice = QUANTISE
     if checkpoint is not None:
-        count = size_of(config, "num_hidden_layers")
+        count = number_of_layers(config)
         choice = method_of(checkpoint, None if count is None else range(count))
     try:
         shape = shape_of(model, config, checkpoint)

@@ -18,6 +18,7 @@ from ..serving.model_config import (
     has_gate,
     layer_kinds,
     num_experts,
+    number_of_layers,
     size_of,
 )
 
@@ -111,7 +112,7 @@ def shape_of(name: str, config: Any, checkpoint: Checkpoint | None = None) -> Sh
     """
     experts = num_experts(config)
     hidden, inter = expert_sizes(config)
-    layers, top_k = size_of(config, "num_hidden_layers"), _top_k(config)
+    layers, top_k = number_of_layers(config), _top_k(config)
     for what, value, most in (
         ("num_hidden_layers", layers, _MOST_LAYERS),
         ("number of experts", experts, MAX_EXPERTS),

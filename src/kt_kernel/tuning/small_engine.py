@@ -7,10 +7,11 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ..runtime.nested import text_path
-from ..serving.model_config import KINDS_AS_TEXT
+from ..serving.model_config import KINDS_AS_TEXT, number_of_layers
 from ..serving.server_process import ServerFailed
 from ..serving.tuned import ENGINES_PART
 from .batches import batch_tokens
@@ -104,7 +105,7 @@ def small_shape(shape: Shape, memory: float) -> Shape:
 def first_layers(config: Mapping[str, Any], count: int) -> dict[str, Any]:
     """The changes of a configuration that leave the first layers of its model: their number, and
     lists with an entry for each layer, which transformers requires to be as long."""
-    layers = config.get("num_hidden_layers")
+    layers = number_of_layers(SimpleNamespace(**config))
     lists = {
         name: value[:count]
         for name, value in config.items()
