@@ -128,7 +128,8 @@ package_files() {
     -not -path '*/__pycache__/*' -not -name '*.so' | LC_ALL=C sort
 }
 
-source_hash() { (package_files | tr '\n' '\0' | xargs -0 sha256sum | hash_of); }
+# The names are relative to the root, from wherever this script is called.
+source_hash() { (cd "$root" && package_files | tr '\n' '\0' | xargs -0 sha256sum | hash_of); }
 
 # Mirrors the package's files to a folder that is the same for all checkouts, and touches only files that
 # differ, so that unchanged kernels are not compiled again in a fresh clone.

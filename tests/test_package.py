@@ -161,6 +161,14 @@ def python_of(version: str) -> str:
     return found.stdout.strip()
 
 
+def test_the_wheel_is_found_from_any_folder(tmp_path: Path) -> None:
+    """By the hash of the checkout's files, whose names are relative to its root."""
+    built = wheel_path("KT_WHEEL")
+    version = "{}.{}".format(*sys.version_info)
+    found = subprocess.run([ENV_SH, "wheel", version], cwd=tmp_path, capture_output=True, text=True)
+    assert (found.returncode, found.stdout.strip()) == (0, str(built)), found.stderr
+
+
 def test_this_wheel_loads_alone(tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel_path("KT_WHEEL")) as file:
         library = file.extract(extension(file), tmp_path)
