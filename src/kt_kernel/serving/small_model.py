@@ -223,10 +223,8 @@ def _stacks(model: Any, config: dict[str, Any]) -> Iterator[torch.nn.Parameter]:
 
 def _save(model: Any, config: dict[str, Any], path: Path) -> None:
     model.save_pretrained(path)
-    for turned in _turned(config):
-        _transpose(path / "model.safetensors", turned)
-    if renamed := _PUBLISHED.get(config.get("model_type", "")):
-        _rename(path / "model.safetensors", renamed)
+    renamed = _PUBLISHED.get(config.get("model_type", ""), {})
+    _rewrite(path / "model.safetensors", _turned(config), renamed)
     file = path / "config.json"
     saved = json.loads(file.read_text())
     # Engines may read what transformers does not keep, and the name of the class in published
@@ -260,22 +258,18 @@ def _turned(config: dict[str, Any]) -> list[str]:
     return found
 
 
-def _transpose(file: Path, pattern: str) -> None:
+def _rewrite(file: Path, turned: list[str], renamed: dict[str, str]) -> None:
+    """Transposes the matrices whose names match a pattern of ``turned``, and replaces parts of
+    names."""
     from safetensors.torch import load_file, save_file
 
-    tensors = load_file(file)
-    for name, tensor in tensors.items():
-        if re.search(pattern, name):
-            tensors[name] = tensor.transpose(-1, -2).contiguous()
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
-def _rename(file: Path, parts: dict[str, str]) -> None:
-    from safetensors.torch import load_file, save_file
-
+    if not turned and not renamed:
+        return
     tensors = {}
     for name, tensor in load_file(file).items():
-        for written, published in parts.items():
+        if any(re.search(pattern, name) for pattern in turned):
+            tensor = tensor.transpose(-1, -2).contiguous()
+        for written, published in renamed.items():
             name = name.replace(written, published)
         tensors[name] = tensor
     save_file(tensors, file, metadata={"format": "pt"})
