@@ -7,6 +7,7 @@ import torch
 from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
 from test_int4 import pack_int32, unpack_int32
 
+from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO
 
 
@@ -105,6 +106,19 @@ def test_without_g_idx(tmp_path):
     check_values(path, with_index, "GPTQ_INT4", reference(1))
 
 
+@pytest.mark.parametrize(
+    ("group", "desc_act", "indexed"), [(-1, True, True), (32, False, True), (32, True, False)]
+)
+def test_no_order_of_columns(tmp_path, group, desc_act, indexed):
+    """One group per row, sorted groups, and groups without g_idx have none, whatever desc_act
+    says: the headers tell it, and so do the values."""
+    every = make_experts(make_with(group))
+    tensors = {name: tensor for name, tensor in every.items() if indexed or "g_idx" not in name}
+    path = save(tmp_path, tensors, config(sym=False, group_size=group, desc_act=desc_act))
+    assert not open_checkpoint(path).in_activation_order
+    assert check_values(path, every, "GPTQ_INT4", reference(1)).gate[0].order is None
+
+
 def shuffled(columns, group=32):
     """Groups of equal sizes, any columns in each, as desc_act makes them."""
     return (torch.randperm(columns) // group).int()
@@ -118,6 +132,7 @@ def test_desc_act(tmp_path, version, symmetric):
     tensors = make_experts(make)
     path = save(tmp_path, tensors, config(sym=symmetric, desc_act=True, checkpoint_format=version))
     found = check_values(path, tensors, "GPTQ_INT4", reference(add_one))
+    assert open_checkpoint(path).in_activation_order
     assert found.gate[0].format == (INT4_GROUP if symmetric else INT4_ZERO)
     for matrix in (found.gate[0], found.up[1], found.down[2]):
         columns = 2 * matrix.codes.shape[1]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from quantised_files import H, I, check_bad_parts, check_values, fails, make_experts, save
 
+from kt_kernel.checkpoint import open_checkpoint
 from kt_kernel.weights.formats import INT4_GROUP, INT4_ZERO
 
 
@@ -118,6 +119,14 @@ def test_order_of_columns(tmp_path, order, packed):
     path = save(tmp_path, tensors, config(symmetric=False, actorder="group"))
     found = check_values(path, tensors, "RAWINT4", reference)
     assert (found.gate[0].order is None) == (order in ("natural", "unset"))
+    assert open_checkpoint(path).in_activation_order  # as far as the headers tell
+
+
+def test_one_group_per_row_has_no_order(tmp_path):
+    tensors = make_experts(make_with(0, order=lambda k: torch.zeros(k, dtype=torch.int32)))
+    path = save(tmp_path, tensors, config(actorder="group", group_size=-1))
+    found = check_values(path, tensors, "RAWINT4", reference)
+    assert found.gate[0].order is None and not open_checkpoint(path).in_activation_order
 
 
 def test_groups_that_are_none(tmp_path):

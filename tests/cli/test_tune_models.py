@@ -153,12 +153,13 @@ def test_memory_for_streamed_experts(kt: Any, gpu: None) -> None:
         assert (found, said in line) == (counts, True), (memory, changes, found, line)
 
 
-@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize(("ordered", "group"), [(False, 32), (True, 32), (True, -1)])
 def test_experts_in_the_order_of_their_activations(
-    kt: Any, gpu: None, tmp_path: Path, ordered: bool
+    kt: Any, gpu: None, tmp_path: Path, ordered: bool, group: int
 ) -> None:
-    """They are streamed by methods that quantise anew, and if their order is the usual one."""
-    write_gptq(tmp_path, ordered)
+    """They are streamed by methods that quantise anew, and if their order is the usual one. One
+    group per row has no other."""
+    write_gptq(tmp_path, ordered, group)
     given = "tune", tmp_path, *SMALL, "--methods", "GPTQ_INT4,AMXINT8", "--no-save", "--json"
     code, out, err = kt(*given)
     assert code == 0, err
@@ -167,7 +168,7 @@ def test_experts_in_the_order_of_their_activations(
         for row in json.loads(out)["candidates"]
         if row["num_gpu_experts"] == 0
     }
-    assert streamed == {"GPTQ_INT4": not ordered, "AMXINT8": True}
+    assert streamed == {"GPTQ_INT4": not ordered or group < 0, "AMXINT8": True}
     for method, expected in streamed.items():  # what the server finds when it has loaded them
         layer = KTMoEWrapper(
             layer_idx=0,

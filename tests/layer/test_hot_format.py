@@ -20,18 +20,13 @@ def decide(
     quantisation: str | None,
     method: str,
     device: str = "cuda",
-    tensors: tuple[str, ...] = (),
     own_loading: bool = False,
     plain: bool = True,
-    **settings: Any,
+    ordered: bool = False,
 ) -> str:
     """The format, or the error."""
     options = KTOptions(method=method, num_gpu_experts=2, hot_format=given)
-    checkpoint: Any = SimpleNamespace(
-        quantization=SimpleNamespace(settings=settings),
-        tensors=dict.fromkeys(tensors),
-        unconvertible="",
-    )
+    checkpoint: Any = SimpleNamespace(in_activation_order=ordered, unconvertible="")
     try:
         return decide_hot_format(
             options, quantisation, device, checkpoint, own_loading, plain
@@ -66,10 +61,9 @@ def test_choice(quantisation: str | None, method: str, on_gpu: str, on_cpu: str)
 
 
 def test_columns_in_the_order_of_activations_are_not_packed() -> None:
-    assert decide("auto", "gptq", "GPTQ_INT4", desc_act=True) == "bf16"
-    assert "(act-order)" in decide("packed", "gptq", "GPTQ_INT4", desc_act=True)
-    name = "model.layers.0.mlp.experts.0.up_proj.weight_g_idx"
-    assert decide("auto", "compressed-tensors", "RAWINT4", tensors=(name,)) == "bf16"
+    assert decide("auto", "gptq", "GPTQ_INT4", ordered=True) == "bf16"
+    assert "(act-order)" in decide("packed", "gptq", "GPTQ_INT4", ordered=True)
+    assert decide("auto", "compressed-tensors", "RAWINT4", ordered=True) == "bf16"
 
 
 def test_what_the_kernels_for_packed_experts_do_not_compute() -> None:

@@ -6,7 +6,7 @@ import functools
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -105,6 +105,16 @@ class Checkpoint(ABC):
             if not (stored.dense or stored.convertible):
                 return stored.title
         return ""
+
+    @functools.cached_property
+    def in_activation_order(self) -> bool:
+        """Whether quantised columns of experts are in the order of their activations (act-order),
+        as far as the headers tell. Layers in an unknown format do not count."""
+        for layer in self.layers():
+            with suppress(ValueError):
+                if self.stored(layer).ordered:
+                    return True
+        return False
 
     def read_tensor(self, name: str) -> torch.Tensor:
         """Reads any tensor by name, to the CPU. A quantised GGUF tensor is returned as its blocks,

@@ -55,10 +55,3 @@ def method_of(checkpoint: Checkpoint, layers: Container[int] | None = None) -> C
 def _in_layers(item: tuple[Stored, list[int]]) -> str:
     stored, layers = item
     return f"{stored.title} in layer{'s' if len(layers) > 1 else ''} {ranges(layers, ', ')}"
-
-
-def in_activation_order(checkpoint: Checkpoint) -> bool:
-    """Whether quantised columns are in the order of their activations (act-order), as far as the
-    headers tell."""
-    ordered = any(name.endswith("weight_g_idx") for name in checkpoint.tensors)
-    return ordered or bool(checkpoint.quantization.settings.get("desc_act"))

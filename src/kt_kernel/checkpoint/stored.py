@@ -27,6 +27,7 @@ class Stored:
         convertible: whether quantising methods read it, too.
         dense: whether all weights have 16 or 32 bits.
         methods: the methods that keep the single matrices; none: `method` keeps all of them.
+        ordered: whether columns may be in the order of their activations (act-order).
     """
 
     title: str
@@ -34,6 +35,7 @@ class Stored:
     convertible: bool = False
     dense: bool = False
     methods: tuple[str, ...] = ()
+    ordered: bool = False
 
     @property
     def each(self) -> tuple[str, ...]:
@@ -88,7 +90,8 @@ def stored_in(layout: Layout, quantization: Quantization) -> Stored:
     title = next(iter(titles))
     if len(titles) > 1:
         title = ", ".join(f"{' and '.join(which)} {title}" for title, which in titles.items())
-    return Stored(title, common_method(methods), convertible=True, methods=methods)
+    ordered = any(kind.ordered for kind in opened.values())
+    return Stored(title, common_method(methods), True, methods=methods, ordered=ordered)
 
 
 def _dense(info: TensorInfo) -> Stored:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..checkpoint import Checkpoint
-from ..checkpoint.method import in_activation_order
 from ..weights.formats import INT4_GROUP, INT4_ZERO
 from ..weights.methods import get_method
 from .option_table import AUTO, BF16, ENGINE, PACKED, OptionError
@@ -119,6 +118,6 @@ def _why_not_packed(
     if method.mixed or method.format not in _INTEGERS:
         return f"the experts are stored as {method.name}, not as groups of 4-bit integers"
     assert checkpoint is not None  # the method keeps what files hold
-    if in_activation_order(checkpoint):
+    if checkpoint.in_activation_order:
         return "columns of the experts are in the order of their activations (act-order)"
     return ""

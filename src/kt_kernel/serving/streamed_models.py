@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ..checkpoint import Checkpoint
-from ..checkpoint.method import in_activation_order
 from ..runtime.variant import kernel_kind
 from ..weights.methods import get_method
 from .model_config import may_be_streamed
@@ -28,4 +27,4 @@ def may_stream(options: KTOptions, config: Any, checkpoint: Checkpoint | None) -
     if not may_be_streamed(config):
         return False
     kept = get_method(options.method).quantised
-    return checkpoint is None or not (kept and in_activation_order(checkpoint))
+    return checkpoint is None or not (kept and checkpoint.in_activation_order)

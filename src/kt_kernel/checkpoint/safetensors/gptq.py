@@ -84,7 +84,10 @@ class Gptq(MatrixFormat):
             settings.get("checkpoint_format") == "gptq_v2"
             or settings.get("packing_format") in _UNCHANGED_ZEROS
         )
-        return cls(form, bits, groups, 0 if unchanged else 1)
+        opened = cls(form, bits, groups, 0 if unchanged else 1)
+        # The files have g_idx in any case, and one group per row has no order.
+        opened.ordered = bool(settings.get("desc_act")) and "g_idx" in parts and groups.count > 1
+        return opened
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         codes = 32 // self._bits  # in a word

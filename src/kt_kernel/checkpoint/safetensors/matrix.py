@@ -21,7 +21,8 @@ class MatrixFormat(ABC):
     title: for messages. tensors: their names, dtypes and shapes, for the table of formats. method:
     the method that keeps these weights; an opened format may have another. formats: the weight
     formats in which they are kept. stacked: whether stacks are read, too (stacks.py). dense:
-    whether the weights have 16 or 32 bits.
+    whether the weights have 16 or 32 bits. ordered: whether columns may be in the order of their
+    activations (act-order), as far as config.json and the headers tell.
     """
 
     title: ClassVar[str]
@@ -30,6 +31,7 @@ class MatrixFormat(ABC):
     formats: ClassVar[tuple[WeightFormat, ...]]
     stacked: ClassVar[bool] = False
     dense: ClassVar[bool] = False
+    ordered: bool = False
 
     def __init__(self, form: WeightForm) -> None:
         self.form = form

@@ -99,7 +99,9 @@ class PackQuantized(MatrixFormat):
         if bits == 4:
             format = INT4_ZERO if zero else INT4_GROUP
             form = WeightForm(format, groups.unit, scale_type(scales))
-        return cls(form, bits, groups)
+        opened = cls(form, bits, groups)
+        opened.ordered = "weight_g_idx" in parts and groups.count > 1
+        return opened
 
     def check(self, parts: Parts, rows: int, columns: int) -> None:
         packed, scale = parts["weight_packed"], parts["weight_scale"]
