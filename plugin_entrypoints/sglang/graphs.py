@@ -13,11 +13,6 @@ from kt_kernel.serving.options import KTOptions
 
 from .options import decide
 
-# Tokens of the largest captured prompt if the threshold is measured, which happens after SGLang has
-# read its arguments. Longer prompts gain little from CUDA graphs, as the CPU takes longer than the
-# host's launches, and much from streaming: with 8 layers of Qwen3-30B-A3B's shape in INT4_G32, 512
-# tokens took 85 ms in a graph, 96 ms without, and 52 ms streamed (one H200, SGLang 0.5.17).
-_LARGEST = 256
 # SGLang's record of the settings of CUDA graphs that the user gave, as (phase, key). Every
 # supported version has it; if one did not, nothing would be changed.
 _GIVEN = "_cuda_graph_config_locked"
@@ -56,12 +51,12 @@ def leave_long_prompts(
         return
     # Not at the top: the plugin is loaded without kt options, too, and these take torch.
     from kt_kernel.checkpoint import open_checkpoint
-    from kt_kernel.serving.streamed_models import may_stream
+    from kt_kernel.serving.streamed_models import LARGEST_CAPTURED, may_stream
 
     checkpoint = None if options.weight_path is None else open_checkpoint(options.weight_path)
     if not may_stream(options, config, checkpoint):
         return
-    limit = _LARGEST if threshold is None else threshold - 1
+    limit = LARGEST_CAPTURED if threshold is None else threshold - 1
     # Batches up to the largest captured one that decodes are never streamed, see `EngineSide`.
     limit = max(limit, largest_captured(arguments, "decode"))
     sizes = list(prefill.bs or ())

@@ -1,6 +1,7 @@
 """Parts of sglang_hooks.py: what the plugin changes and refuses of SGLang's arguments."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pickle
@@ -8,10 +9,12 @@ import tempfile
 from argparse import ArgumentParser
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from gptq_demo import DEMO_MODEL, write_gptq
+from sglang.srt.arg_groups import memory_hook
 from sglang.srt.arg_groups.overrides import declare_resolution, model_config_of, resolving_view
 from sglang.srt.runtime_context import get_exec, publish
 from sglang.srt.server_args import ServerArgs
@@ -19,6 +22,7 @@ from sglang.srt.server_args import ServerArgs
 from kt_kernel.plugin_entrypoints.sglang import checks, options
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
+from kt_kernel.tuning.batches import batch_tokens, captured_tokens
 
 DEMO_EXPERTS = 16
 BASE = ("--model-path", str(DEMO_MODEL), "--device", "cpu")
@@ -101,6 +105,10 @@ def check_long_prompts_are_not_captured(log: list[str]) -> None:
     assert outcome(gpu_prefill_token_threshold=5) == (None, 1)
     assert outcome(decoding=512) == ([16, 256, 512], 1)
     assert outcome(decoding=256, gpu_prefill_token_threshold=5) == ([16, 256], 1)
+    for memory, streams in ((141 << 30, 4), (180 << 30, 512)):  # what `kt tune` expects
+        gpu: Any = SimpleNamespace(total=memory)
+        expected = captured_tokens("sglang", gpu, streams, 8192, ())
+        assert outcome(decoding=streams)[0][-1] == expected, (memory, streams)
     for unchanged in (
         outcome("--cuda-graph-max-bs-prefill 8192"),
         outcome("--cuda-graph-bs-prefill 16 8192"),
@@ -119,3 +127,30 @@ def check_long_prompts_are_not_captured(log: list[str]) -> None:
     os.environ["KT_KERNEL_KIND"] = "vector"
     assert outcome() == (sizes, 0)
     del os.environ["KT_KERNEL_KIND"]
+
+
+def check_sizes_by_the_gpu() -> None:
+    """`kt tune` knows which batches SGLang chooses by a GPU's memory and the number of requests."""
+    for memory, streams in itertools.product((16, 24, 48, 80, 141, 180), (4, 40, 1000)):
+        server_args = ServerArgs(str(DEMO_MODEL), device="cpu", max_running_requests=streams)
+        server_args.resolve_once()
+        graphs = resolving_view(server_args).cuda_graph_config
+        # What SGLang chose for a CPU is taken back.
+        decode = dataclasses.replace(graphs.decode, max_bs=None, bs=None)
+        declare_resolution(
+            server_args,
+            "test",
+            device="cuda",
+            chunked_prefill_size=None,
+            cuda_graph_config=dataclasses.replace(graphs, decode=decode),
+        )
+        with mock.patch.object(
+            memory_hook, "get_device_memory_capacity", lambda device, memory=memory: memory << 10
+        ):
+            memory_hook.handle_gpu_memory_settings(server_args)
+        arguments = resolving_view(server_args)
+        gpu: Any = SimpleNamespace(total=memory << 30)
+        batch = batch_tokens("sglang", gpu, ())
+        assert batch == arguments.chunked_prefill_size, memory
+        found = captured_tokens("sglang", gpu, streams, batch, ["--disable-prefill-cuda-graph"])
+        assert found == arguments.cuda_graph_config.decode.max_bs, (memory, streams, found)

@@ -512,6 +512,7 @@ if __name__ == "__main__":
     check_shared_experts_stay_apart()
     check_kernels_skip_cold_experts()
     of_arguments.check_long_prompts_are_not_captured(LOG)
+    of_arguments.check_sizes_by_the_gpu()
     of_arguments.check_how_a_draft_model_is_loaded()
     check_lost_hooks_are_noticed()
     sweeps.check_references_are_found_in_one_sweep()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import itertools
 import json
 import os
 import tempfile
@@ -17,7 +18,7 @@ from contract_checks import changed, check_flags, check_refusals, check_table
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 # isort: split
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.config.model import _get_and_verify_max_len
 from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.model_executor.custom_op import op_registry_oot
@@ -62,6 +63,7 @@ from kt_kernel.serving.hybrid import HybridLayer
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
 from kt_kernel.testing import moe_reference, row_error
+from kt_kernel.tuning.batches import captured_tokens
 
 MODEL = Path(kt_kernel.__file__).parent / "demo_model"
 
@@ -551,6 +553,32 @@ def check_the_longest_context() -> None:
         return _get_and_verify_max_len(config, sizes, None, None, False, None)
 
     check_context("vllm", derived)
+
+
+def check_the_largest_cuda_graph() -> None:
+    """`kt tune` knows vLLM's rule."""
+    gpu: Any = SimpleNamespace(name="NVIDIA H200", total=141 << 30)
+    for streams, batch, size in itertools.product(
+        (1, 2, 3, 5, 16, 100, 127, 128, 200, 300, 1000), (64, 2048, 8192), (None, 3, 17, 300)
+    ):
+        compilation = SimpleNamespace(
+            cudagraph_mode=CUDAGraphMode.FULL,
+            max_cudagraph_capture_size=size,
+            cudagraph_capture_sizes=None,
+            post_init_cudagraph_sizes=lambda: None,
+        )
+        config = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=False),
+            compilation_config=compilation,
+            scheduler_config=SimpleNamespace(max_num_seqs=streams, max_num_batched_tokens=batch),
+            uniform_decode_query_len=1,
+            performance_mode="balanced",
+            speculative_config=None,
+        )
+        VllmConfig._set_cudagraph_sizes(config)
+        given = [] if size is None else ["--max-cudagraph-capture-size", str(size)]
+        found = captured_tokens("vllm", gpu, streams, batch, given)
+        assert found == compilation.max_cudagraph_capture_size, (streams, batch, size, found)
 
 
 def check_changes_of_a_configuration() -> None:

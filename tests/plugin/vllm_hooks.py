@@ -25,6 +25,7 @@ if __name__ == "__main__":
     contract.check_workers_without_the_plugin_stop_a_start()
     contract.check_requests()
     contract.check_the_longest_context()
+    contract.check_the_largest_cuda_graph()
     contract.check_changes_of_a_configuration()
     padding.check_slots()
     padding.check_what_the_runner_marks()

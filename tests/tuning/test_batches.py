@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_time_model import GPU, E, linear, model, setting
 
-from kt_kernel.tuning.batches import batch_tokens
+from kt_kernel.tuning.batches import batch_tokens, captured_tokens
 from kt_kernel.tuning.rates import HostRates
 
 GIB = 1 << 30
@@ -62,3 +62,40 @@ def test_every_batch_copies_streamed_experts() -> None:
     one = slow.prefill(streamed, 8192)
     four = replace(slow, batch_tokens=2048).prefill(streamed, 8192)
     assert four - one == pytest.approx(3 * copies, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("engine", "streams", "batch", "given", "tokens"),
+    [
+        ("vllm", 1, 8192, [], 2),
+        ("vllm", 7, 8192, [], 8),
+        ("vllm", 100, 8192, [], 200),
+        ("vllm", 1000, 8192, [], 512),
+        ("vllm", 1000, 300, [], 300),
+        ("vllm", 16, 8192, ["--enforce-eager"], 0),
+        ("vllm", 16, 8192, ["--max-cudagraph-capture-size=300"], 288),
+        ("vllm", 16, 8192, ["--max_cudagraph_capture_size", "3"], 2),
+        ("sglang", 4, 8192, [], 256),
+        ("sglang", 1000, 8192, [], 256),
+        ("sglang", 4, 128, [], 128),
+        ("sglang", 4, 8192, ["--disable-cuda-graph"], 0),
+        ("sglang", 4, 8192, ["--disable-prefill-cuda-graph"], 4),
+        ("sglang", 300, 8192, ["--disable-prefill-cuda-graph"], 256),
+        ("sglang", 4, 8192, ["--cuda-graph-max-bs-prefill", "1024"], 1024),
+        ("sglang", 4, 8192, ["--cuda-graph-max-bs-decode", "512"], 512),
+        ("sglang", 4, 8192, ["--cuda-graph-max-bs", "512"], 512),
+    ],
+)
+def test_the_largest_batch_in_cuda_graphs(
+    engine: str, streams: int, batch: int, given: list[str], tokens: int
+) -> None:
+    assert captured_tokens(engine, GPU, streams, batch, given) == tokens
+    assert captured_tokens(engine, HostRates(1e10, 1e11), streams, batch, given) == 0
+
+
+def test_nothing_is_streamed_in_cuda_graphs() -> None:
+    at = setting(0, linear(each=6e-5))
+    begin = model().streaming_from(at)
+    assert begin is not None
+    for captured, expected in ((begin - 1, begin), (begin, begin + 1), (8192, None)):
+        assert replace(model(), captured=captured).streaming_from(at) == expected

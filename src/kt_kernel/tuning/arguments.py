@@ -16,6 +16,17 @@ OVERRIDES_FLAG = {"vllm": "--hf-overrides", "sglang": "--json-model-override-arg
 MEMORY_FLAG = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 #: The argument of each engine that says how many tokens a batch of prompts has at most.
 BATCH_FLAG = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}
+#: The arguments of each engine that say which batches it captures in CUDA graphs, and that
+#: `batches.captured_tokens` reads.
+GRAPH_FLAGS = {
+    "vllm": ("--enforce-eager", "--max-cudagraph-capture-size"),
+    "sglang": (
+        "--disable-cuda-graph",
+        "--disable-prefill-cuda-graph",
+        "--cuda-graph-max-bs-prefill",
+        "--cuda-graph-max-bs-decode",
+    ),
+}
 #: The argument of both engines that says on how many GPUs a model is served.
 RANKS_FLAG = "--tensor-parallel-size"
 # Arguments of each engine with which it predicts several tokens at a time.
@@ -48,9 +59,10 @@ _REFUSED = {
         "--config": _FILE,
     },
 }
-_OTHER_NAMES = {"--device-memory-utilization": MEMORY_FLAG["vllm"]} | dict.fromkeys(
-    ("-tp", "--tp", "--tp-size"), RANKS_FLAG
-)
+_OTHER_NAMES = {
+    "--device-memory-utilization": MEMORY_FLAG["vllm"],
+    "--cuda-graph-max-bs": "--cuda-graph-max-bs-decode",
+} | dict.fromkeys(("-tp", "--tp", "--tp-size"), RANKS_FLAG)
 _OF_KT = re.compile(r"--(no-|record-)?kt-")
 _NUMBER = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 _UNITS = {"k": 1000, "K": 1 << 10, "m": 1000**2, "M": 1 << 20}
@@ -60,6 +72,7 @@ def check_arguments(engine: str, arguments: Sequence[str]) -> None:
     """Raises ValueError for arguments that `kt tune` cannot have, and for abbreviated names of them
     and of those that it reads: engines complete them."""
     read = {flags[engine] for flags in (OVERRIDES_FLAG, MEMORY_FLAG, BATCH_FLAG)} | {RANKS_FLAG}
+    read.update(GRAPH_FLAGS[engine])
     known = read | _REFUSED[engine].keys()
     for word in arguments:
         name = name_of(word).partition(".")[0]  # vLLM has --name.key, too

@@ -160,6 +160,7 @@ class TimeModel:
         engine: what the engine adds.
         context: tokens before those that are decoded.
         batch_tokens: of the engine's largest batch; longer prompts are divided.
+        captured: tokens of the largest batch in CUDA graphs, in which nothing is streamed.
     """
 
     shape: Shape
@@ -167,6 +168,7 @@ class TimeModel:
     engine: EngineRates
     context: int = 2048
     batch_tokens: int = BATCH
+    captured: int = 0
 
     def decode(self, setting: Setting, streams: int) -> float:
         """Seconds of a decode step of so many streams."""
@@ -226,13 +228,13 @@ class TimeModel:
             alone = busy * each / _BESIDE_BUS + tokens * setting.cpu.token
             return self._streamed(setting, tokens, busy, each, cold) < _GAIN * alone
 
-        if not pays(self.batch_tokens):
+        if self.captured >= self.batch_tokens or not pays(self.batch_tokens):
             return None
         low, high = 0, self.batch_tokens  # it does not pay at low, it does at high
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (low, middle) if pays(middle) else (middle, high)
-        return high
+        return max(high, self.captured + 1)
 
     # ---- decode
 

@@ -21,7 +21,7 @@ from ..serving.server_process import ServerFailed
 from ..serving.tuned import ENGINES_PART, Need
 from .apart import Apart
 from .arguments import ranks_of
-from .batches import batch_tokens
+from .batches import batch_tokens, captured_tokens
 from .choice import Candidate, HotChoice, Limits, choose, predict
 from .cpu import cpu_rates, host_rates
 from .disturbance import Disturbances
@@ -152,7 +152,8 @@ def tune(tuned: Tuned, wishes: Wishes, say: Say) -> Result:
         cpus = tuple(_cpus(tuned, tuple(hots), accepted, room is not None, measure, say))
     rates = engine_rates(tuned, wishes, engine, installed, device, disturbances, say)
     batch = batch_tokens(engine, device, wishes.engine_arguments)
-    model = TimeModel(shape, device, rates, wishes.context, batch)
+    captured = captured_tokens(engine, device, wishes.goal.streams, batch, wishes.engine_arguments)
+    model = TimeModel(shape, device, rates, wishes.context, batch, captured)
     limits = Limits(max(available_memory() - _HOST_KEEPS, 0), accepted, wishes.deferral)
     candidates: list[Candidate] = []
     for method in hots:
