@@ -172,6 +172,10 @@ class Arguments:
             if name != "self"
         }
 
+    def unknown(self) -> set[str]:
+        """The arguments that the installed engine has, and that are in neither list."""
+        return set(self.defaults()) - {*self.accepted, *(entry.path for entry in self.refused)}
+
     def targets(self, contract: "Contract") -> list[str]:
         return [
             f"{self.owner}.{entry.path}" for entry in self.refused if contract.holds(entry.versions)
@@ -285,6 +289,15 @@ class Contract:
             if entry.without
             for target in entry.targets()
             if not exists(target)
+        ]
+
+    def unknown(self) -> list[str]:
+        """One line for each constructor that has arguments which kt-moe does not know."""
+        return [
+            f"{entry.owner.partition(':')[2]} has arguments that kt-moe does not know: "
+            f"{', '.join(sorted(found))}; models that use them are refused"
+            for entry in self.arguments
+            if (found := entry.unknown())
         ]
 
     def check(self, logger: logging.Logger) -> None:

@@ -16,10 +16,15 @@ from kt_kernel.plugin_entrypoints.contract import Contract
 def differences(contract: Contract) -> dict[str, Any]:
     """The installed version (version), the names that the plugin needs and that are missing
     (lacks), and a line for each other difference from a tested version (notes)."""
+    lacks = contract.lacks()
     return {
         "version": contract.version(),
-        "lacks": contract.lacks(),
-        "notes": [*filter(None, [contract.untested()]), *contract.misses()],
+        "lacks": lacks,
+        "notes": [
+            *filter(None, [contract.untested()]),
+            *contract.misses(),
+            *(contract.unknown() if not lacks else ()),
+        ],
     }
 
 

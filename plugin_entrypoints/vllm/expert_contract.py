@@ -24,6 +24,7 @@ EXPERT_ARGUMENTS = Arguments(
         "custom_routing_function",
         "e_score_correction_bias",
         "expert_map_manager",
+        "hash_indices_table",  # the router's; from 0.33 on
         "is_fused_checkpoint_transposed",
         "layer_name",
         "moe_config",
@@ -75,6 +76,7 @@ EXPERT_CONFIG = Arguments(
         "num_experts",
         "num_local_experts",
         "num_logical_experts",
+        "require_decomposed_backend",  # of the kernels for hot experts; from 0.33 on
         "rocm_aiter_fmoe_enabled",
         "router_logits_dtype",
         "routing_method",

@@ -44,6 +44,7 @@ from kt_kernel.plugin_entrypoints.contract import (
     Refusal,
     exists,
 )
+from kt_kernel.plugin_entrypoints.installed import differences
 from kt_kernel.plugin_entrypoints.sglang.contract import BESIDE_COLD
 from kt_kernel.plugin_entrypoints.sglang.contract import CONTRACT as SGLANG
 from kt_kernel.plugin_entrypoints.vllm.contract import CONTRACT as VLLM
@@ -156,6 +157,25 @@ def test_what_is_needed_and_absent_is_an_error() -> None:
         f"JSON {json.__version__} lacks {', '.join(lacks)}, which kt-moe needs; install a tested "
         "version (2.0.0, 2.0.9), or remove the kt options"
     )
+
+
+def test_arguments_that_no_tested_version_has() -> None:
+    """What `kt doctor` is told of them, and of the rest."""
+    made = contract(
+        names=(Name("json:dumped", "called", "x", without="it is slower"),),
+        arguments=(Arguments(SHAPE, (Refusal("beta", (0.0,), "a beta"),), ("size",)),),
+    )
+    unknown = (
+        "Shape has arguments that kt-moe does not know: gamma; models that use them are refused"
+    )
+    assert made.unknown() == [unknown]
+    assert differences(made) == {
+        "version": json.__version__,
+        "lacks": [],
+        "notes": ["this JSON lacks json:dumped: it is slower", unknown],
+    }
+    made = contract(names=(Name("json:dumped", "called", "x"),), arguments=made.arguments)
+    assert differences(made) == {"version": json.__version__, "lacks": ["json:dumped"], "notes": []}
 
 
 def test_what_can_be_done_without_is_logged(caplog: pytest.LogCaptureFixture) -> None:
