@@ -26,9 +26,6 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         os.environ[_MOVED] = str(run["moved"])
     if run["kt"] is not None:
         os.environ["KT_CONFIG"] = json.dumps(run["kt"])
-    device: dict[str, Any] = {"device": job["device"]}
-    if job["device"] == "cpu":
-        device |= {"attention_backend": "torch_native"}
     engine = Engine(
         model_path=run["model"],
         dtype=job["dtype"],
@@ -41,7 +38,8 @@ def serve(run: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
         disable_cuda_graph=True,
         disable_overlap_schedule=True,
         random_seed=0,
-        **device | job["arguments"],
+        device=job["device"],
+        **job["arguments"],
     )
     try:
         results = engine.generate(

@@ -10,6 +10,7 @@ import pytest
 import transformers
 
 from kt_kernel.checkpoint import open_checkpoint
+from kt_kernel.serving import class_check
 from kt_kernel.serving.class_check import _compare, _distance, installed_engine, read_config
 from kt_kernel.serving.small_model import small_config, text_layers, write_small_model
 
@@ -152,6 +153,47 @@ def test_the_verdict(distances: tuple[float, ...], problem: str) -> None:
     assert found == pytest.approx(dict(zip(NAMES[1:], distances, strict=False))) or (
         found["2 hot experts"] == float("inf")
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "tried"),
+    [
+        ("vllm", [("float32", None), ("bfloat16", None)]),
+        (
+            "sglang",
+            [("float32", "torch_native"), ("float32", "triton"), ("bfloat16", "torch_native")],
+        ),
+    ],
+)
+def test_what_is_tried_on_the_cpu(
+    engine: str, tried: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stock engine may serve the class in another way than the first one: SGLang has MLA, as in
+    Kimi-K2.5, not in its attention in torch, but in Triton's."""
+    served = len(tried)
+    found: list[tuple[str, str | None]] = []
+
+    def serve(engine: str, job: dict[str, Any], folder: Path) -> tuple[dict[str, Any], str]:
+        found.append((job["dtype"], job["arguments"].get("attention_backend")))
+        assert job["arguments"]["other"] == 1
+        return (dict.fromkeys(NAMES, answer()) if len(found) == served else {}), "its log"
+
+    monkeypatch.setattr(class_check, "_serve", serve)
+    monkeypatch.setattr(class_check, "_version_of", lambda engine: "1")
+    monkeypatch.setattr(class_check, "write_small_model", lambda config, folder: None)
+
+    def check() -> class_check.Verdict:
+        found.clear()
+        config = {"num_hidden_layers": 2}
+        return class_check.check_class(config, engine, device="cpu", arguments={"other": 1})
+
+    for served in range(1, len(tried) + 1):
+        assert "the comparison shows nothing" in check().problem
+        assert found == tried[:served]
+    served += 1
+    with pytest.raises(RuntimeError, match="itself does not serve a small model.*its log"):
+        check()
+    assert found == tried
 
 
 def test_tokens_after_the_first_difference_do_not_count() -> None:

@@ -38,6 +38,19 @@ _STEPS = 8
 # The mean distance of log-probabilities, and how much further those of the control must be.
 _NEAR, _CONTROL = {"float32": 0.03, "bfloat16": 0.1}, 5
 _PATIENCE = 900  # seconds for all runs of an engine
+# Data types and further arguments that are tried on the CPU, in this order, until the stock engine
+# serves the model. Some layers of the engines exist in bfloat16 only, like linear attention. Of
+# SGLang's kinds of attention, that in torch has no MLA and no sinks; that in Triton has, and is
+# interpreted, but not in bfloat16, in which the interpreter gets it wrong.
+_IN_TORCH = {"attention_backend": "torch_native"}
+_ON_CPU: dict[str, tuple[tuple[str, dict[str, Any]], ...]] = {
+    "vllm": (("float32", {}), ("bfloat16", {})),
+    "sglang": (
+        ("float32", _IN_TORCH),
+        ("float32", {"attention_backend": "triton"}),
+        ("bfloat16", _IN_TORCH),
+    ),
+}
 # Arguments with which an engine needs no processor of images.
 _ONLY_TEXT: dict[str, dict[str, Any]] = {
     "vllm": {"limit_mm_per_prompt": {"image": 0, "video": 0, "audio": 0}},
@@ -154,19 +167,15 @@ def check_class(
             say(f"{error}; the engine's own class gets random weights")
             runs = _runs_without_files(folder, small)
         say(f"serving it with {engine} on {device}, stock and with kt options")
-        job = {
-            "runs": runs,
-            "prompts": _prompts(),
-            "steps": _STEPS,
-            "device": device,
-            "arguments": (_ONLY_TEXT[engine] if text_path(config) else {}) | (arguments or {}),
-        }
-        # Some layers of the engines exist in bfloat16 only, like linear attention on the CPU.
-        for dtype in ("float32", "bfloat16") if device == "cpu" else ("bfloat16",):
-            answers, log = _serve(engine, job | {"dtype": dtype}, folder)
+        job = {"runs": runs, "prompts": _prompts(), "steps": _STEPS, "device": device}
+        every = (_ONLY_TEXT[engine] if text_path(config) else {}) | (arguments or {})
+        for dtype, more in _ON_CPU[engine] if device == "cpu" else (("bfloat16", {}),):
+            given = {"dtype": dtype, "arguments": more | every}
+            answers, log = _serve(engine, job | given, folder)
             if "stock" in answers:
                 break
-            say(f"the stock engine does not serve it in {dtype}")
+            named = "".join(f", {name} {value}" for name, value in more.items())
+            say(f"the stock engine does not serve it in {dtype}{named}")
     if "stock" not in answers:
         raise RuntimeError(
             f"{engine} itself does not serve a small model of {classes} on {device}, so nothing "
@@ -227,6 +236,8 @@ def _serve(engine: str, job: dict[str, Any], folder: Path) -> tuple[dict[str, An
     module = f"kt_kernel.plugin_entrypoints.{engine}.probe"
     command = [sys.executable, "-m", module, str(job_file), str(result)]
     env = {name: value for name, value in os.environ.items() if name != "KT_CONFIG"}
+    if engine == "sglang" and job["device"] == "cpu":
+        env["TRITON_INTERPRET"] = "1"  # Triton has no compiler for it
     late = ""
     with process_group(command, log, env) as process:
         try:
