@@ -94,6 +94,7 @@ TESTED_MODELS = {
         "Step3p7ForConditionalGeneration",
     ),
     "SGLang": (
+        "AfmoeForCausalLM",
         "BailingMM2NativeForConditionalGeneration",
         "BailingMMNativeForConditionalGeneration",
         "BailingMoEForCausalLM",

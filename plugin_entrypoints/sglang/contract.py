@@ -182,7 +182,11 @@ REFUSED = (
         ("auto", "triton"),
         "the kernel of the hot experts must skip cold experts",
     ),
-    Refusal("model_impl", ("auto", "sglang"), "only SGLang's own model code is supported"),
+    Refusal(
+        "model_impl",
+        ("auto", "sglang", "transformers"),
+        "only SGLang's and transformers' model code is supported",
+    ),
     Refusal("enable_two_batch_overlap", (False,), _BATCHES),
     Refusal("enable_single_batch_overlap", (False,), _BATCHES),
     Refusal("enable_pdmux", (False,), _BATCHES),
@@ -370,6 +374,12 @@ NAMES = (
         "wrapped",
         "refuses what a model requests of its experts and the CPU does not compute",
         until="MoeRunnerConfig holds everything that affects a layer's result",
+    ),
+    Name(
+        f"{SRT}.models.transformers:TransformersFusedMoE.__init__",
+        "wrapped",
+        "numbers the experts of models in transformers' code as the model's layers",
+        until="SGLang numbers them so",
     ),
     Name(
         f"{_RUNNER}.triton_utils.fused_moe:fused_experts",

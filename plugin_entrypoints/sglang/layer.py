@@ -27,7 +27,7 @@ from kt_kernel.serving.streaming_start import EngineSide
 
 from .. import failure
 from ..common import MATRIX, loaded_parameters, own_parameters, parameter_name, slot_weights
-from . import padding, requests
+from . import padding, requests, transformers_models
 from .checks import checked_options_of
 from .expert_contract import EXPERT_ARGUMENTS, EXPERT_CONFIG, EXPERT_WEIGHTS
 from .graphs import largest_captured
@@ -403,8 +403,9 @@ def _around_initialize_model(
         model = original(model_config, *args, **kwargs)
         if not hybrid.layers and not hybrid.draft:
             raise OptionError(
-                f"model class {type(model).__name__} has no FusedMoE layer of SGLang; remove the "
-                "kt options"
+                f"model class {type(model).__name__} has no FusedMoE layer of SGLang; add "
+                "--model-impl transformers, which works if transformers knows the class, or remove "
+                "the kt options"
             )
     finally:
         _building.pop()
@@ -559,7 +560,8 @@ HOOKS = (
 
 def worker_hooks() -> tuple[Hook, ...]:
     """The hooks that a process with a model needs."""
-    return (*HOOKS, *padding.HOOKS, *requests.handler_hooks())
+    others = (*padding.HOOKS, *transformers_models.HOOKS, *requests.handler_hooks())
+    return (*HOOKS, *others)
 
 
 def verify_hooks() -> None:

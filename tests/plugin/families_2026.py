@@ -60,6 +60,7 @@ FAMILIES_2026: dict[str, Family] = {
             num_dense_layers=1, num_shared_experts=1, route_scale=2.5, global_attn_every_n_layers=2
         ),
         {},
+        {"model_impl": "transformers"},  # SGLang's own code has no layer of experts
         replaced=dict(score_func="sigmoid", route_norm=True, n_group=1, topk_group=1),
     ),
     "AXK1ForCausalLM": Family(

@@ -519,6 +519,7 @@ if __name__ == "__main__":
     sweeps.check_the_registry_is_left_as_it_was()
     layers.check_padding()
     layers.check_draft_models()
+    layers.check_models_of_transformers()
     layers.check_no_mask_that_nobody_fills()
     layers.check_hot_routes_are_int32()
     layers.check_packed_routes()

@@ -26,6 +26,7 @@ from kt_kernel.moe.placement import Placement
 from kt_kernel.plugin_entrypoints.sglang import hot as kt_hot
 from kt_kernel.plugin_entrypoints.sglang import layer as kt_layer
 from kt_kernel.plugin_entrypoints.sglang import padding as kt_padding
+from kt_kernel.plugin_entrypoints.sglang import transformers_models as kt_transformers
 from kt_kernel.serving.hybrid_model import HybridModel
 from kt_kernel.serving.option_table import OptionError
 from kt_kernel.serving.options import KTOptions
@@ -432,6 +433,25 @@ def check_what_models_ask() -> None:
     assert made[0].layer_idx == 4 and made[1] is None and not kt_layer._building
 
 
+def check_models_of_transformers() -> None:
+    """Experts have the numbers of the model's layers. SGLang counts those with experts alone."""
+    numbers: list[int] = []
+
+    def build(experts: Any, *, layer_id: int, prefix: str) -> None:
+        numbers.append(layer_id)
+
+    for prefix in ("model.layers.3.mlp.experts", "model.language_model.layers.11.experts"):
+        kt_transformers._around_experts(build, None, layer_id=0, prefix=prefix)
+    assert numbers == [3, 11]
+    for prefix in ("model.experts", "model.stages.0.layers.3.experts"):
+        try:
+            kt_transformers._around_experts(build, None, layer_id=0, prefix=prefix)
+        except ValueError as error:
+            assert str(error).startswith(f"{prefix}: the number of its layer is not known")
+        else:
+            raise AssertionError(prefix)
+
+
 def check_draft_models() -> None:
     """A draft model has its own options and layers. It may have no experts, and has no masks."""
     options = KTOptions(method="RAWINT4", weight_path="/model", num_gpu_experts=2)
@@ -462,7 +482,7 @@ def check_draft_models() -> None:
             try:
                 kt_layer._around_initialize_model(build, served)
             except OptionError as error:
-                assert not draft and "has no FusedMoE layer" in str(error)
+                assert not draft and "has no FusedMoE layer of SGLang; add --model" in str(error)
             model = built.pop()
             assert model.draft is draft and model.placement_of(0, 8) == Placement.first(8, hot)
             assert model.options.weight_path == (None if draft else "/model")

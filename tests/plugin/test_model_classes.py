@@ -40,6 +40,7 @@ from tiny_model import computed_tokens
 from kt_kernel.plugin_entrypoints.common import layers_tested_in, models_tested_in
 
 USUAL = (
+    "AfmoeForCausalLM",
     "DeepseekV3ForCausalLM",
     "Ernie4_5_MoeForCausalLM",
     "FlexOlmoForCausalLM",
@@ -82,15 +83,18 @@ MODELS = {
 OWN_MODELS = [name for name in OWN if FULL or RESULTS]
 # In it none, some and all experts are hot; in the others some. SGLang starts too slowly for more.
 THOROUGH = ("vllm", "DeepseekV3ForCausalLM")
-# Also with experts that are read by kt-moe and none hot: its loader wants a weight for each
-# parameter.
-READ_HERE = ("sglang", "Grok1ForCausalLM")
+# Also with experts that are read by kt-moe and none hot: the loader of the first one wants a weight
+# for each parameter; of the other one, whose first layer is dense, SGLang numbers the layers with
+# experts.
+READ_HERE = (("sglang", "Grok1ForCausalLM"), ("sglang", "AfmoeForCausalLM"))
 
 
 def _hot(engine: str, name: str) -> list[int]:
     if engine in FAMILIES[name].cold_only:
         return [0]
-    return {THOROUGH: [0, HOT, EXPERTS], READ_HERE: [0, HOT]}.get((engine, name), [HOT])
+    if (engine, name) in READ_HERE:
+        return [0, HOT]
+    return [0, HOT, EXPERTS] if (engine, name) == THOROUGH else [HOT]
 
 
 RUNS = [
@@ -168,7 +172,7 @@ def _options(engine: str, name: str, hot: int, model: Path) -> dict[str, Any]:
     """KT_RESULTS is for classes that are not listed yet, too."""
     options = {"method": "BF16", "num_gpu_experts": hot}
     # The engine is not to make a layer of its own.
-    if engine in FAMILIES[name].cold_only or ((engine, name) == READ_HERE and not hot):
+    if engine in FAMILIES[name].cold_only or ((engine, name) in READ_HERE and not hot):
         options["weight_path"] = str(model)
     return options | ({"allow_untested": True} if RESULTS else {})
 

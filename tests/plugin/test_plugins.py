@@ -253,7 +253,7 @@ def test_untested_classes(
     assert caplog.text == ""
     common.refuse_class(["PartForCausalLM"], options, "vLLM", _log)
     assert "PartForCausalLM was tested in vLLM by its MoE layers alone" in caplog.text
-    for engine, name in (("SGLang", "AfmoeForCausalLM"), ("vLLM", "OtherForCausalLM")):
+    for engine, name in (("SGLang", "JambaForCausalLM"), ("vLLM", "OtherForCausalLM")):
         common.refuse_class([name], untested, engine, _log)
         with pytest.raises(OptionError) as caught:
             common.refuse_class([name], options, engine, _log)

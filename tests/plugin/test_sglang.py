@@ -187,7 +187,7 @@ def answers(
             "name": "class",
             "arguments": {
                 **some,
-                "json_model_override_args": '{"architectures": ["AfmoeForCausalLM"]}',
+                "json_model_override_args": '{"architectures": ["DbrxForCausalLM"]}',
             },
         },
     ]
@@ -410,7 +410,7 @@ def test_error_of_a_worker_is_raised(answers: Answers) -> None:
         ("unknown", "unknown kt option 'gpu_experts'"),
         ("both wrong", "KT_CONFIG 'method=BF16': not JSON"),
         ("GPTQ", "is not quantised, and kt-moe does not support experts that the engine quantises"),
-        ("class", "model class AfmoeForCausalLM was not tested with kt-moe"),
+        ("class", "model class DbrxForCausalLM was not tested with kt-moe"),
     ],
 )
 def test_refused_from_python(name: str, line: str, answers: Answers) -> None:
