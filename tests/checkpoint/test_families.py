@@ -150,6 +150,7 @@ MODELS = {
 MULTIMODAL = {
     "aria": ("Aria", dict(moe_num_experts=E, moe_topk=TOP_K, moe_num_shared_experts=1)),
     "deepseek_ocr2": ("DeepseekOcr2", dict(n_shared_experts=1) | SPARSE),
+    "diffusion_gemma": ("DiffusionGemma", GEMMA4 | dict(tie_word_embeddings=True)),
     "gemma4": ("Gemma4", GEMMA4),
     "glm4v_moe": ("Glm4vMoe", GROUPS),
     "glm5_next": ("Glm5Next", MLA | GROUPS | SPARSE | NO_ROPE),
@@ -214,10 +215,14 @@ def make_multimodal(kind, hidden, inter):
         more = dict(text_config=transformers.AriaTextConfig(**text))
     else:
         more = dict(text_config=text)
+        if kind == "diffusion_gemma":
+            more |= dict(vision_config=transformers.Gemma4VisionConfig(num_hidden_layers=1))
     config = getattr(transformers, name + "Config")(**more)
     whole = name + "ForConditionalGeneration"
     if kind == "minimax_m3_vl":
         whole = "MiniMaxM3SparseForConditionalGeneration"
+    elif kind == "diffusion_gemma":
+        whole = "DiffusionGemmaForBlockDiffusion"
     with torch.device("meta"):
         return getattr(transformers, whole)(config)
 
@@ -234,7 +239,8 @@ def is_experts(module):
 def randomise(model):
     """The experts of the layer that is read, all of whose parameters are made random."""
     names = [n for n, m in model.named_modules() if is_experts(m) and f"layers.{LAYER}." in n]
-    (name,) = [n for n in names if "talker" not in n]
+    # DiffusionGemma's encoder has the weights of its decoder, whose names files have.
+    (name,) = [n for n in names if "talker" not in n and "encoder" not in n]
     experts = model.get_submodule(name)
     if experts.down_proj.is_meta:
         layer = model.get_submodule(layer_of(name))

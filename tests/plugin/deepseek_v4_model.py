@@ -1,6 +1,6 @@
 """A tiny DeepSeek-V4: as published, with its experts in MXFP4 and most dense matrices in FP8; the
 same with these matrices in 16 bits, because vLLM's kernels for FP8 in blocks need a CPU with AMX;
-and the same values in 16 bits.
+and the same values in 16 bits, alone and as the text model of the class with images.
 
 The layers have the three kinds of attention, and the first one routes by the numbers of the tokens.
 """
@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_mxfp4 import dequantise
 
 NAME = "DeepseekV4ForCausalLM"
+WITH_IMAGES = "DeepseekV4ForConditionalGeneration"
 # Numbers of experts and of experts per token for which vLLM's CPU has routing kernels, as has the
 # published model.
 EXPERTS, TOP_K = 64, 6
@@ -43,6 +44,20 @@ SIZES: dict[str, Any] = dict(
     initializer_range=0.1,
     layer_types=[*RATIOS],
     mlp_layer_types=["hash_moe"] * HASHED + ["moe"] * (LAYERS - HASHED),
+)
+# Of the encoder of images. A published config.json has them beside the text model's settings, and
+# its architectures name the class without images.
+VISION = dict(
+    vision_n_layers=1,
+    vision_dim=64,
+    vision_n_heads=2,
+    vision_inter_dim=64,
+    vision_patch_size=14,
+    vision_downsample_ratio=2,
+    vision_rope_theta=10000.0,
+    vision_max_n_token=256,
+    vision_min_pixels=784,
+    vision_max_wh_ratio=8,
 )
 BLOCK = 128
 QUANTISATION = {
@@ -92,6 +107,17 @@ def make_deepseek_v4(values: Path, experts_only: Path, published: Path) -> None:
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         config |= {"quantization_config": QUANTISATION | {"ignored_layers": ignored}}
         (folder / "config.json").write_text(json.dumps(config | {"expert_dtype": "fp4"}))
+
+
+def make_with_images(values: Path, folder: Path) -> None:
+    """Writes the model in `values` to a new folder, as a part of the one with images. Tensors of
+    the encoder are missing, because prompts are text."""
+    tensors = load_file(whole_of(values) / "model.safetensors")
+    folder.mkdir()
+    named = {_published(name).replace("lm_head.", "head."): one for name, one in tensors.items()}
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((values / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | VISION))
 
 
 def _in_fp8(name: str, weight: torch.Tensor, to: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -120,6 +120,7 @@ STEP_VLLM = {key: value for key, value in STEP_SETTINGS.items() if value is not 
 STEP_IMAGES = dict(width=64, layers=1, heads=2, image_size=56, patch_size=14, mlp_ratio=1.0)
 IN_LANGUAGE_MODEL = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
 TOWER = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+GEMMA4_TOWER = TOWER | dict(num_key_value_heads=2, head_dim=32, global_head_dim=32)
 # MiniMax-M3's images, and what engines read and transformers does not write.
 M3_VISION = TOWER | dict(
     image_size=56,
@@ -187,12 +188,7 @@ MULTIMODAL: dict[str, Family] = {
         by_stock=("sglang",),
         inside=TEXT,
         around=dict(
-            vision_config=TOWER
-            | dict(
-                num_key_value_heads=2,
-                head_dim=32,
-                global_head_dim=32,
-            ),
+            vision_config=GEMMA4_TOWER,
             audio_config=None,
             image_token_id=130,
             video_token_id=131,
@@ -201,6 +197,19 @@ MULTIMODAL: dict[str, Family] = {
             eoi_token_id=134,
             boa_token_id=135,
             eoa_token_index=136,
+        ),
+    ),
+    "DiffusionGemmaForBlockDiffusion": Family(
+        GEMMA4 | dict(tie_word_embeddings=True),  # the encoder's weights are the decoder's
+        untried=("vllm", "sglang"),
+        settings="DiffusionGemmaConfig",
+        inside=TEXT,
+        around=dict(
+            initializer_range=0.15,
+            vision_config=GEMMA4_TOWER,
+            image_token_id=130,
+            boi_token_id=131,
+            eoi_token_id=132,
         ),
     ),
     "Glm4vMoeForConditionalGeneration": Family(

@@ -161,7 +161,8 @@ def _configuration(name: str, family: Family, changed: dict[str, Any]) -> Any:
         part = around
         for inner in family.inside[:-1]:
             part = part[inner]
-        tied = {"tie_word_embeddings": COMMON["tie_word_embeddings"]}
+        tie = "tie_word_embeddings"
+        tied = {tie: family.config.get(tie, COMMON[tie])}
         part |= {family.inside[-1]: given} | tied
         given = around | tied
     return settings(**given)
@@ -206,7 +207,9 @@ class FamilyReference(Reference):
             )
         ]
         weights = [[getattr(one, "weight", one) for one in both] for both in pairs]
-        self._experts = [both for both in weights if _stacked(both[0]) and _stacked(both[1])]
+        stacked = [both for both in weights if _stacked(both[0]) and _stacked(both[1])]
+        # Layers of an encoder and of a decoder may have the same ones.
+        self._experts = list({id(both[0]): both for both in stacked}.values())
         self.moe_layers = len(self._experts)
 
     def parameters(self) -> list[list[torch.Tensor]]:

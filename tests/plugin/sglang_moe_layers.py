@@ -69,6 +69,11 @@ def clamped_swiglu(gate_up: torch.Tensor, out: torch.Tensor, limit: float) -> No
     out.copy_(torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit))
 
 
+def gemma_router(self: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """Gemma 4's router [T, E]. SGLang's norm leaves out the router's scales on the CPU."""
+    return self.proj(self.norm(x) * self.scale * self.root_size)[0]
+
+
 def call(block: torch.nn.Module, x: torch.Tensor, **given: object) -> object:
     # Intern-S2-Mobius' banks of experts are called by name.
     return getattr(block, "forward_routed", block)(x, **given)
@@ -82,7 +87,7 @@ def hook(one: dict) -> None:
     from sglang.srt.arg_groups.model_override_base import _MODEL_OVERRIDE_FNS
     from sglang.srt.arg_groups.model_overrides import iquest_q1  # noqa: F401 - registers
     from sglang.srt.model_executor.model_runner import ModelRunner
-    from sglang.srt.models import deepseek_v4
+    from sglang.srt.models import deepseek_v4, gemma4_causal
     from sglang.srt.models.dots3_common import dots_omni_towers
     from sglang.srt.models.dots3_common import modeling as dots3
 
@@ -113,6 +118,7 @@ def hook(one: dict) -> None:
         setattr(module, name, Nothing)
     # It marks its result as memory that GPUs share.
     dots3.use_symmetric_memory = lambda group: nullcontext(SimpleNamespace(tag=id))
+    gemma4_causal.Gemma4Router.forward = gemma_router
     # It would demand an attention for GPUs.
     del _MODEL_OVERRIDE_FNS["IQuestQ1ForCausalLM"]
     # DeepSeek-V3.2 asks which attention the GPU has.

@@ -13,9 +13,19 @@ from typing import Any
 import pytest
 import test_vllm
 import torch
-from class_results import OTHER_PLACES, keep
-from deepseek_v4_model import EXPERTS, LAYERS, NAME, TOP_K, DeepseekV4Reference, make_deepseek_v4
+from class_results import OTHER_PLACES, RESULTS, keep
+from deepseek_v4_model import (
+    EXPERTS,
+    LAYERS,
+    NAME,
+    TOP_K,
+    WITH_IMAGES,
+    DeepseekV4Reference,
+    make_deepseek_v4,
+    make_with_images,
+)
 from engines import TIMEOUT, Answers
+from family_settings import NO_MEDIA
 from tiny_model import computed_tokens, spread_prompts
 
 HOT, STEPS = 20, 8
@@ -43,18 +53,25 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> DeepseekV4Reference:
     make_deepseek_v4(folder / "values", folder / "experts only", folder / "published")
+    make_with_images(folder / "values", folder / "with images")
     return DeepseekV4Reference(folder / "values")
 
 
 @pytest.fixture(scope="module")
 def answers(folder: Path, reference: DeepseekV4Reference) -> Answers:
     plain = {"model": str(folder / "values"), "engine": ENGINE}
+    with_images = {
+        "model": str(folder / "with images"),
+        "engine": ENGINE | {"limit_mm_per_prompt": NO_MEDIA},
+    }
     experts_only = {"model": str(folder / "experts only"), "engine": PUBLISHED}
     published = {"model": str(folder / "published"), "engine": PUBLISHED}
     some = {"method": "BF16", "num_gpu_experts": HOT}
     runs: list[dict[str, Any]] = [
         plain | {"name": "stock", "kt": None},
         plain | {"name": "some hot", "kt": some},
+        with_images | {"name": "with images, stock", "kt": None},
+        with_images | {"name": "with images", "kt": some | {"allow_untested": bool(RESULTS)}},
         experts_only | {"name": "stock MXFP4", "kt": None},
         *(
             experts_only | {"name": name, "kt": {"num_gpu_experts": hot}}
@@ -84,6 +101,25 @@ def test_16_bits(answers: Answers, reference: DeepseekV4Reference) -> None:
     assert near.mean() < 2 * stock.mean()
     _check_calls(answers["some hot"], HOT)
     keep("vllm", test_vllm.PYTHON, NAME, near, far, stock, hot=HOT, of=EXPERTS, stand_in=STAND_IN)
+
+
+def test_the_class_with_images(answers: Answers, reference: DeepseekV4Reference) -> None:
+    """Prompts are text: vLLM's router for the CPU has no bias for images."""
+    near, far = _distances("with images", answers, reference, without_cold=True)
+    stock, _ = _distances("with images, stock", answers, reference, without_cold=True)
+    assert near.mean() < 2 * stock.mean()
+    _check_calls(answers["with images"], HOT)
+    keep(
+        "vllm",
+        test_vllm.PYTHON,
+        WITH_IMAGES,
+        near,
+        far,
+        stock,
+        hot=HOT,
+        of=EXPERTS,
+        stand_in=f"{STAND_IN} and the class",
+    )
 
 
 def test_the_stock_engine_serves_mxfp4_with_amx_only(

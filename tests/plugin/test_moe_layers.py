@@ -80,6 +80,7 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "BailingMoeV3VLForConditionalGeneration": Alone(
             arguments=UNCACHED | {"limit_mm_per_prompt": NO_MEDIA}
         ),
+        "DiffusionGemmaForBlockDiffusion": Alone(True, {"limit_mm_per_prompt": NO_MEDIA}),
         "ClefOmniForJointSchema": Alone(
             arguments={"runner": "pooling", "limit_mm_per_prompt": NO_MEDIA}
         ),
@@ -112,6 +113,8 @@ CLASSES: dict[str, dict[str, Alone]] = {
         "BailingMoeV3ForCausalLM in SGLang": Alone(arguments=LINEAR),
         "BailingMoeV3VLForConditionalGeneration in SGLang": Alone(arguments=LINEAR),
         "DeepseekV32ForCausalLM": Alone(),
+        # SGLang's kernel for the CPU knows GELU by its other name only.
+        "DiffusionGemmaForBlockDiffusion": Alone(True, {"enable_multimodal": False}, hot=0),
         "DeepseekV4ForCausalLM": Alone(True, changed=UNSCALED, hot=0, written=COMPRESSED),
         "Dots3NoteForCausalLM in SGLang": Alone(arguments=PAGED, changed=UNSCALED),
         "ExaoneMoeForCausalLM": Alone(arguments={"attention_backend": "triton"}),
@@ -332,14 +335,21 @@ def test_two_ranks(
 
 @torch.no_grad()
 def outputs(reference: FamilyReference, inputs: Path) -> torch.Tensor:
-    """Those of the modules around transformers' experts, [layers, T, H]."""
+    """Those of the modules around transformers' experts, [layers, T, H]. If these are whole layers
+    with attention, those of the experts with the router beside them."""
     given, found = load_file(inputs), []
     experts = {id(stacks[0]) for stacks in reference.parameters()}
     modules = dict(reference.model.named_modules())
     for place, module in modules.items():
-        if not any(id(one) in experts for one in module.parameters(recurse=False)):
+        own = {id(one) for one in module.parameters(recurse=False)} & experts
+        if not own:
             continue
+        experts -= own
         block = modules[place.rpartition(".")[0]]
+        if hasattr(block, "self_attn"):
+            _, weights, ids = block.router(given["x"])
+            found.append(module(given["x"], ids, weights))
+            continue
         takes_tokens = "input_ids" in inspect.signature(block.forward).parameters
         more = {"input_ids": given["tokens"][None]} if takes_tokens else {}
         out = block(given["x"][None], **more)

@@ -2,7 +2,7 @@
 
 vLLM 0.32 has this model's layers for the CPU in C++, but describes a batch to them by kernels of
 Triton, which has no build for the CPU. They are written in torch here, except for those whose
-results only GPUs read.
+results only GPUs read. vLLM builds the class with images on GPUs only, of modules that are not.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections import defaultdict
 from typing import Any
 
 import torch
+from vllm.models import deepseek_v4
+from vllm.models.deepseek_v4.common import vl_model
 from vllm.models.deepseek_v4.cpu import cpu_mla
 from vllm.v1.attention.backends.mla import compressor_utils, indexer, sparse_swa
 from vllm.v1.attention.ops import metadata
@@ -97,3 +99,4 @@ sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL = not_read
 compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL = compressed_slots
 indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL = prefill_spans
 cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = no_schedules
+deepseek_v4.DeepseekV4ForConditionalGeneration = vl_model.DeepseekV4ForConditionalGeneration

@@ -201,9 +201,10 @@ def import_dots() -> None:
 
 def build_partly() -> None:
     """Classes that would need a head with files of its own, or another runner than the CPU's."""
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.model_executor.models import clef_omni, longcat_flash_ngram
 
+    ModelConfig.is_diffusion = False
     clef = clef_omni.ClefOmniForJointSchema
     clef.__init__ = super(clef, clef).__init__
     build = longcat_flash_ngram.LongcatFlashNgramForCausalLM.__init__

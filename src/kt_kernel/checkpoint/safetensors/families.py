@@ -14,8 +14,9 @@ from ...runtime.nested import parts_towards_text
 
 # Prefixes of "layers.": of a causal language model, of a bare model, and of the language parts of
 # multimodal models (Qwen3-Omni: thinker; Inkling and MiniCPM-V: llm; DeepSeek-VL2: language; Ling:
-# model), and of Nemotron-H (backbone). A layer must have exactly one of them;
-# multi-token-prediction layers ("mtp.layers.0") have none.
+# model), of Nemotron-H (backbone), and of DiffusionGemma (decoder, whose weights are the encoder's,
+# too). A layer must have exactly one of them; multi-token-prediction layers ("mtp.layers.0") have
+# none.
 PREFIXES = (
     "model.",
     "",
@@ -29,6 +30,7 @@ PREFIXES = (
     "model.model.",
     "backbone.",
     "language_model.backbone.",
+    "model.decoder.",
 )
 
 
@@ -173,6 +175,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": _MLP,
     "deepseek_v32": _MLP,
     "deepseek_v4": _DEEPSEEK_V4,
+    "diffusion_gemma": _GEMMA4,
     "dots1": _MLP,
     "ernie4_5_moe": _MLP,
     "exaone_moe": _MLP,
