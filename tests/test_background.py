@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,17 @@ def test_a_thread_that_is_done_is_not_asked_to_end():
     thread = start_thread("test", lambda: None, lambda: None)
     thread.join()
     assert thread not in background._ends
+
+
+def test_a_thread_that_cannot_be_started_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = dict(background._ends)
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        start_thread("test", lambda: None, lambda: None)
+    assert background._ends == before
 
 
 def test_all_threads_of_the_package_are_started_here():

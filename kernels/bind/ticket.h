@@ -7,7 +7,9 @@
 #include "../sys/team.h"
 #include "bind.h"
 
-// Keeps the owners of the memory that the job works on until it is done.
+// Keeps the owners of the memory that the job works on until it is done. The destructor waits, also
+// without owners: Python drops a ticket before its caller has it if a signal's handler raises as
+// soon as the call that made it returns, and the caller then lets go of the memory.
 struct Ticket {
   using Owners = std::vector<std::shared_ptr<const void>>;
   std::shared_ptr<kt::sys::Job> job;
@@ -17,7 +19,7 @@ struct Ticket {
       : job(std::move(of)), owners(std::move(of_memory)) {}
   Ticket(Ticket&&) = default;
   ~Ticket() {
-    if (!job || owners.empty() || job->done()) return;
+    if (!job || job->done()) return;
     const nb::gil_scoped_release unlocked;
     try {
       job->wait();

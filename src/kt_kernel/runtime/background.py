@@ -22,6 +22,8 @@ def start_thread(
 
     run: the thread's work. end: called from another thread when the process ends, if the work is
     not done; `run` has to return soon after, and the process waits for it.
+
+    Raises RuntimeError if the system has no thread left.
     """
 
     def work() -> None:
@@ -32,7 +34,11 @@ def start_thread(
 
     thread = threading.Thread(target=work, name=name, daemon=True)
     _ends[thread] = end
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:  # it never ran, so nothing may wait for it
+        del _ends[thread]
+        raise
     return thread
 
 
