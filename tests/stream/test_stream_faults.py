@@ -124,21 +124,22 @@ def busy(layer: Layer, milliseconds: int) -> list[Any]:
 
 
 def test_watchdog(capfd: pytest.CaptureFixture[str]) -> None:
+    # Its time is far above that of a batch on a busy machine, and far below that of the work.
     layer, big = make_layer(), make_layer(hidden=256, inter=512)
-    gpu, side, batch = Gpu(watchdog=0.05), Side(), make_batch(2, 0)
+    gpu, side, batch = Gpu(watchdog=0.5), Side(), make_batch(2, 0)
     slot = gpu.add(layer, side, where="layer 3")
     gpu.call(slot, side, batch)
     work = busy(big, 3000)
     start = time.monotonic()
     gpu.call(slot, side, batch)
-    assert time.monotonic() - start > 0.04
+    assert time.monotonic() - start > 0.4
     assert not work[0][-1].done and not gpu.engine.drain(0.01)
-    with pytest.raises(RuntimeError, match=r"^layer 3: no result for 0\.0\d+ s: the layer's jo"):
+    with pytest.raises(RuntimeError, match=r"^layer 3: no result for [\d.]+ s: the layer's jo"):
         gpu.engine.raise_error()
     # Its buffers are still in use, so the next one cannot even start.
     first = gpu.number
     gpu.call(slot, side, batch)
-    with pytest.raises(RuntimeError, match=r"^layer 3: not started for 0\.0\d+ s"):
+    with pytest.raises(RuntimeError, match=r"^layer 3: not started for [\d.]+ s"):
         gpu.engine.raise_error()
     gpu.drain()
     assert work[0][-1].done
