@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .runtime.signals import left_by_signals
 from .serving.flags import exit_with
 from .serving.option_table import AUTO, OptionError
 from .serving.report import STATS_FILE_VARIABLE
@@ -183,9 +184,10 @@ def _show(
 
 
 def run(program: Callable[[], int]) -> NoReturn:
-    """Exits with a program's code, or tidily at Ctrl-C."""
+    """Exits with a program's code, or tidily at Ctrl-C and SIGTERM."""
     try:
-        sys.exit(program())
+        with left_by_signals():
+            sys.exit(program())
     except KeyboardInterrupt:
         print("\nstopped", file=sys.stderr)
         sys.exit(130)

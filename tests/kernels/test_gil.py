@@ -99,11 +99,11 @@ def end_of_a_team() -> Callable[[], object]:
         table="avx2",
         kind=0,
     )
-    for _ in range(4):
-        layer.submit(x.ctypes.data, 2, len(x), *[a.ctypes.data for a in (ids, weights, y)])
-    kept, arrays = [team, layer], (x, ids, weights, y)
+    arrays = [array.ctypes.data for array in (ids, weights, y)]
+    tickets = [layer.submit(x.ctypes.data, 2, len(x), *arrays) for _ in range(4)]
+    kept, used = [team, layer], (x, ids, weights, y, tickets)  # a ticket that goes waits, too
     del team, layer
-    return lambda: (kept.clear(), arrays)
+    return lambda: (kept.clear(), used)
 
 
 WORKS = [

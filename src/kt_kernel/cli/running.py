@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import typer
 
+from ..runtime.signals import left_by_signals
+
 USAGE, INTERRUPTED = 2, 130  # exit codes; 1 for all other failures
 
 
@@ -17,9 +19,13 @@ class Interrupted(Exception):
 
 def run(application: typer.Typer, arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 1 for failures, 2 for wrong usage, 130 if it was
-    interrupted. Errors are printed to stderr in one line; KT_KERNEL_DEBUG=1 shows the traceback."""
+    interrupted. Errors are printed to stderr in one line; KT_KERNEL_DEBUG=1 shows the traceback.
+
+    Raises SystemExit after SIGTERM, and SIGHUP, see `left_by_signals`.
+    """
     try:
-        result = application(arguments, prog_name="kt", standalone_mode=False)
+        with left_by_signals():
+            result = application(arguments, prog_name="kt", standalone_mode=False)
     except Interrupted as error:
         return _say(str(error), INTERRUPTED)
     except Exception as error:

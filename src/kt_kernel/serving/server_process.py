@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from ..runtime.signals import left_by_signals
 from . import server_guard
 
 # The servers are local, so proxies named in the environment are not used.
@@ -38,17 +39,11 @@ def process_group(
     Engines start processes that may outlive the first one, so all of them are ended: by SIGTERM,
     and by SIGKILL after ``patience`` seconds. The process that is yielded is the guard that does
     this (``server_guard.py``): it leads the group, and ends when and as the command does, with code
-    127 if the command cannot be started. In the main thread, SIGTERM to this process, or the SIGHUP
-    of a terminal that is closed, leaves the block with SystemExit, and SIGINT does not interrupt
-    ending the group.
+    127 if the command cannot be started. The block is one of `left_by_signals`, and in the main
+    thread, SIGINT does not interrupt ending the group.
     """
     catches = threading.current_thread() is threading.main_thread()
-    previous = {}
-    for number in (signal.SIGTERM, signal.SIGHUP) if catches else ():
-        # nohup ignores SIGHUP, so that commands survive the terminal.
-        if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:
-            previous[number] = signal.signal(number, _exit)
-    try:
+    with left_by_signals():
         with open(log, "wb") as output:
             process = subprocess.Popen(
                 _guarded(command, patience),
@@ -70,9 +65,6 @@ def process_group(
             process.wait()
             if catches:
                 signal.signal(signal.SIGINT, interrupt)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def run_guarded(
@@ -96,10 +88,6 @@ def _guarded(
     command: Sequence[str | os.PathLike[str]], patience: float
 ) -> list[str | os.PathLike[str]]:
     return [sys.executable, "-I", "-S", server_guard.__file__, str(patience), *command]
-
-
-def _exit(number: int, frame: object) -> None:
-    sys.exit(128 + number)
 
 
 def end_group(group: int, patience: float = 15) -> None:
