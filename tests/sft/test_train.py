@@ -23,7 +23,7 @@ from kt_kernel.cli.main import app
 from kt_kernel.cli.running import run as command
 from kt_kernel.training import checkpoints
 from kt_kernel.training.progress import Progress
-from kt_kernel.training.run import Stopped, train
+from kt_kernel.training.run import LOCK, Stopped, train
 from kt_kernel.training.settings import SECTIONS, Training, check_steps, read_settings
 from kt_kernel.training.table import tables
 
@@ -202,6 +202,22 @@ def test_a_finished_run_resumed_writes_its_results_again(folder, whole):
     same(whole, result)
     assert result.metrics.tokens_per_second == 0
     PeftModel.from_pretrained(base(folder), result.adapter)
+
+
+def test_one_run_at_a_time_in_a_folder(folder, whole):
+    """Two would write the same checkpoints, and each would remove those of the other."""
+    given = settings(folder, "alone")
+    refused = []
+
+    class Twice(Progress):
+        def begin(self, done: int, steps: int) -> None:
+            with pytest.raises(BlockingIOError, match="another kt sft train is running") as error:
+                train(given)
+            refused.append(error.value.filename)
+
+    assert train(given, progress=Twice()).metrics.after == whole.metrics.after
+    assert refused == [given.output.folder]
+    assert not (folder / "alone" / LOCK).exists()
 
 
 def test_data_that_changed(folder, whole):

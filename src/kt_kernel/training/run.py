@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from ..runtime.file_lock import FileLock
 from ..runtime.files import need_folder, need_replaceable, parse_object, replace_file
 from .checkpoints import last_whole
 from .documents import check_files
@@ -23,12 +26,13 @@ if TYPE_CHECKING:
     from .blocks import Data
 
 #: Names inside the output folder.
-RUN, METRICS, PLOT, ADAPTER, CHECKPOINTS = (
+RUN, METRICS, PLOT, ADAPTER, CHECKPOINTS, LOCK = (
     "run.json",
     "metrics.json",
     "loss.png",
     "adapter",
     "checkpoints",
+    "run.lock",
 )
 
 
@@ -55,14 +59,15 @@ def train(settings: Settings, *, resume: bool = False, progress: Progress | None
     Raises:
         ImportError: a library is not installed.
         OSError, ValueError: settings that do not fit the model or the data; an output folder with
-            another run, or none to resume. All of them before the weights are read.
+            another run, or none to resume, or in which a process is training (BlockingIOError). All
+            of them before the weights are read.
         Stopped: a signal came; the run can be resumed.
         FloatingPointError, RuntimeError: the training diverged, see ``KTMoEWrapper``.
     """
     progress = progress or Progress()
     need_libraries(settings)
     folder = settings.output.folder
-    checkpoint = _find_checkpoint(folder, resume)
+    _find_checkpoint(folder, resume)
     _need_results(folder)
     check_files((*settings.data.train, *settings.data.held_out))
     _check_process()
@@ -71,7 +76,7 @@ def train(settings: Settings, *, resume: bool = False, progress: Progress | None
 
     from .blocks import make_data
     from .encoding import Encoder
-    from .model import check_model, check_vocabulary, load_model
+    from .model import check_model, check_vocabulary
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -92,19 +97,30 @@ def train(settings: Settings, *, resume: bool = False, progress: Progress | None
         f"data: {data.train.tokens:,} tokens to train on, in {len(data.train):,} blocks; "
         f"{data.held_out.tokens:,} held out"
     )
-    identity = fixed_values(settings) | {"data": data.digest}
-    if checkpoint is not None:
-        _check_same_run(folder, identity)
     os.makedirs(os.path.join(folder, CHECKPOINTS), exist_ok=True)
-    replace_file(os.path.join(folder, RUN), _json(identity))
+    with _only_run(folder):
+        checkpoint = _find_checkpoint(folder, resume)  # another run may have ended meanwhile
+        identity = fixed_values(settings) | {"data": data.digest}
+        if checkpoint is not None:
+            _check_same_run(folder, identity)
+        replace_file(os.path.join(folder, RUN), _json(identity))
+        return _train(settings, data, checkpoint, on_cpu, progress)
 
-    transformers.set_seed(settings.training.seed)
-    progress.stage(f"loading {settings.model.path}")
-    model = load_model(settings)
+
+def _train(
+    settings: Settings, data: Data, checkpoint: str | None, on_cpu: bool, progress: Progress
+) -> Result:
+    """Loads and trains the model, from a checkpoint on if there is one, and writes the results."""
+    import transformers
 
     from ..sft.adapters import save_adapter
     from .loop import trainable
+    from .model import load_model
 
+    folder = settings.output.folder
+    transformers.set_seed(settings.training.seed)
+    progress.stage(f"loading {settings.model.path}")
+    model = load_model(settings)
     count = sum(parameter.numel() for parameter in trainable(model).values())
     progress.stage(f"experts packed as {settings.model.method}; {count:,} parameters to train")
     state, seconds, rate = _fit(settings, model, data, checkpoint, on_cpu, progress)
@@ -191,6 +207,19 @@ def _find_checkpoint(folder: str, resume: bool) -> str | None:
             f"{folder}: holds another run; add --resume to continue it, or choose another folder"
         )
     return None
+
+
+@contextmanager
+def _only_run(folder: str) -> Iterator[None]:
+    """Holds the lock of an output folder. BlockingIOError naming it if another process has it."""
+    lock = FileLock(os.path.join(folder, LOCK))
+    if not lock.acquire(0):
+        message = "another kt sft train is running in this folder; choose another one, or end it"
+        raise BlockingIOError(errno.EWOULDBLOCK, message, folder)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _need_results(folder: str) -> None:
