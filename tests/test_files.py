@@ -1,5 +1,6 @@
 """Files that are replaced in one step, and locks between processes."""
 
+import errno
 import os
 import socket
 import stat
@@ -88,6 +89,25 @@ def test_an_error_leaves_the_old_file(tmp_path):
         new.write(b"new")
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["f"] and (tmp_path / "f").read_text() == "old"
+
+
+def test_an_error_at_the_end_of_a_file_leaves_the_old_one(tmp_path, monkeypatch):
+    """NFS tells only then that the disk is full."""
+    path = tmp_path / "file"
+    path.write_text("old")
+    close = os.close
+
+    def full(fd):
+        named = os.readlink(f"/proc/self/fd/{fd}")
+        close(fd)
+        if named.startswith(f"{path}."):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "close", full)
+    with pytest.raises(OSError, match="No space left") as error:
+        replace_file(path, "new")
+    assert error.value.filename == str(path)
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["file"]
 
 
 @pytest.mark.parametrize(("durable", "synced"), [(True, 2), (False, 0)])

@@ -77,6 +77,7 @@ class Replacement:
         self._durable = durable
         self._fixed = partial is not None
         self._partial = partial or f"{path}.{secrets.token_hex(8)}{PARTIAL}"
+        self._fd: int | None = None  # open
 
     def __enter__(self) -> Self:
         mode = _permissions(self.path)
@@ -85,14 +86,15 @@ class Replacement:
                 os.unlink(self._partial)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with named(self.path):
-            self._fd = os.open(self._partial, flags, 0o666)
+            fd = self._fd = os.open(self._partial, flags, 0o666)
         if mode is not None:
             with contextlib.suppress(OSError):  # a file system without permissions
-                os.fchmod(self._fd, mode)
+                os.fchmod(fd, mode)
         return self
 
     def write(self, data: Any) -> None:
         """Appends a bytes-like object."""
+        assert self._fd is not None  # nothing is written after `commit`
         rest = memoryview(data).cast("B")
         while len(rest):
             with named(self.path):
@@ -101,16 +103,25 @@ class Replacement:
     def commit(self) -> None:
         """Moves the file to `path`."""
         with named(self.path):
+            assert self._fd is not None
             if self._durable:
                 os.fsync(self._fd)
+            self._close()  # before the old file goes: NFS reports a full disk only here
             os.replace(self._partial, self.path)
             if self._durable:
                 _sync_folder(os.path.dirname(self.path) or ".")
 
+    def _close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
     def __exit__(self, *error: object) -> None:
-        os.close(self._fd)
-        with contextlib.suppress(FileNotFoundError):  # it was moved
-            os.unlink(self._partial)
+        try:
+            self._close()
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # it was moved
+                os.unlink(self._partial)
 
 
 def replace_file(
