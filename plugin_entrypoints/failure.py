@@ -4,7 +4,8 @@ An engine runs in several processes. If a worker fails to load a model, its log 
 and the process that the user started only learns that a child has died. That process therefore
 creates a small file and names it in the environment of its children (`listen`). A worker writes one
 line to the file before it ends (`end`), and the first process ends with that line (`repeat`). A
-worker that has loaded a model with our layers confirms it in the same way (`confirm`).
+worker that has loaded a model with our layers confirms it in the same way (`confirm`). Once the
+engine has started, the file goes (`started`).
 """
 
 import atexit
@@ -36,7 +37,7 @@ def listen() -> None:
     """
     path = _file()
     if path is not None and _started_here():
-        with contextlib.suppress(OSError):  # the temporary folder was cleared
+        with contextlib.suppress(OSError):  # an engine started, or the temporary folder was cleared
             os.truncate(path, 0)
             return
     with contextlib.suppress(OSError):
@@ -44,6 +45,14 @@ def listen() -> None:
         os.close(descriptor)
         os.environ[VARIABLE] = f"{os.getpid()}:{path}"
         atexit.register(_remove, path, os.getpid())
+
+
+def started() -> None:
+    """Called in the process that created the file once its engine has started: removes the file,
+    because such processes are often killed. The next `listen` creates another one."""
+    path = _file()
+    if path is not None and _started_here():
+        _remove(path, os.getpid())
 
 
 def end(error: Exception, engine: str, *, exits: bool = True) -> None:

@@ -71,6 +71,8 @@ def _around_wait(original: Callable[..., Any], *args: Any, **given: Any) -> Any:
         failure.stop(
             "SGLang's schedulers did not load the kt-moe plugin; see their log", _command_line
         )
+    if _starting:
+        failure.started()
     return schedulers
 
 

@@ -46,6 +46,7 @@ def _hook_engine(engine: Any, operations: Operations) -> None:
             # A client of an engine started by another process cannot know.
             if kwargs.get("client_addresses") is None:
                 _require_plugin(self)
+                failure.started()
             guard_front(self, operations)
 
     engine.__init__ = start_with_kt

@@ -158,6 +158,7 @@ def check_starts_that_fail() -> None:
     assert "kt: error: SGLang's schedulers did not load the kt-moe plugin" in ending({})
     failure.confirm()
     assert ending({}) == "" and "did not load" in ending({}, {})
+    startup.listen(command_line=False)  # for the next engine
     failure._write("kt: error: layer 0 is bad")
     assert ending() == "kt: error: layer 0 is bad"
     startup.forget()  # an engine without options

@@ -270,9 +270,13 @@ def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """This process is the one that the user started; the file for errors."""
     monkeypatch.delenv(failure.VARIABLE, raising=False)
     failure.listen()
-    path = Path(os.environ[failure.VARIABLE].partition(":")[2])
+    path = _file()
     yield path
     path.unlink(missing_ok=True)
+
+
+def _file() -> Path:
+    return Path(os.environ[failure.VARIABLE].partition(":")[2])
 
 
 ENGINE = types.ModuleType("fake_engine")  # its functions have its name, as an engine's do
@@ -369,10 +373,16 @@ def test_workers_confirm(listening: Path) -> None:
     assert failure.confirmed() == 2 and failure.reported() == ""
     failure.listen()
     assert failure.confirmed() == 0
-    listening.unlink()  # the temporary folder was cleared
+    failure.started()
+    assert not listening.exists()
     failure.listen()
     failure.confirm()
     assert failure.confirmed() == 1
+    _file().unlink()  # the temporary folder was cleared
+    failure.listen()
+    failure.confirm()
+    assert failure.confirmed() == 1
+    _file().unlink()
 
 
 def test_an_error_of_ours_in_the_first_process_is_an_exception(listening: Path) -> None:
