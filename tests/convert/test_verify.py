@@ -67,7 +67,10 @@ def test_an_interrupt_does_not_wait_for_the_files(source, packed, monkeypatch, r
         for piece in range(2):
             progress(1)
             read.append((path, piece))
-            time.sleep(0.2)
+            end = time.monotonic() + 20
+            while time.monotonic() < end:  # until it raises
+                progress(0)
+                time.sleep(0.01)
 
     def interrupted(threads, function, entries):
         futures = [threads.submit(function, entry) for entry in entries]
