@@ -165,7 +165,14 @@ def test_the_wheel_is_found_from_any_folder(tmp_path: Path) -> None:
     """By the hash of the checkout's files, whose names are relative to its root."""
     built = wheel_path("KT_WHEEL")
     version = "{}.{}".format(*sys.version_info)
-    found = subprocess.run([ENV_SH, "wheel", version], cwd=tmp_path, capture_output=True, text=True)
+    environments = {"KT_ENVS": str(built.parents[3])}  # tests have a cache folder of their own
+    found = subprocess.run(
+        [ENV_SH, "wheel", version],
+        cwd=tmp_path,
+        env=os.environ | environments,
+        capture_output=True,
+        text=True,
+    )
     assert (found.returncode, found.stdout.strip()) == (0, str(built)), found.stderr
 
 

@@ -3,6 +3,9 @@
 vLLM 0.32 has this model's layers for the CPU in C++, but describes a batch to them by kernels of
 Triton, which has no build for the CPU. They are written in torch here, except for those whose
 results only GPUs read. vLLM builds the class with images on GPUs only, of modules that are not.
+
+Its kernels for the CPU leave out the limit of SwiGLU, so that kt-moe refuses hot experts there. The
+values of these tests stay below the limit, and the refusal is taken out.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ from vllm.models.deepseek_v4.common import vl_model
 from vllm.models.deepseek_v4.cpu import cpu_mla
 from vllm.v1.attention.backends.mla import compressor_utils, indexer, sparse_swa
 from vllm.v1.attention.ops import metadata
+
+from kt_kernel.plugin_entrypoints.vllm import layer
 
 
 def token_to_req_indices(
@@ -83,8 +88,8 @@ def prefill_spans(
         state_to_request[state_starts[request] : state_starts[request + 1]] = request
 
 
-def not_read(*given: Any, **more: Any) -> None:
-    """For a kernel whose results the CPU does not read."""
+def nothing(*given: Any, **more: Any) -> None:
+    """For a kernel whose results the CPU does not read, and for the refusal."""
 
 
 def no_schedules(self: Any, num_decode_tokens: int) -> defaultdict[str, None]:
@@ -94,9 +99,10 @@ def no_schedules(self: Any, num_decode_tokens: int) -> defaultdict[str, None]:
 
 metadata.compute_token_to_req_indices = token_to_req_indices
 sparse_swa.compute_token_to_req_indices = token_to_req_indices
-sparse_swa._COMPUTE_PREFILL_METADATA_KERNEL = not_read
-sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL = not_read
+sparse_swa._COMPUTE_PREFILL_METADATA_KERNEL = nothing
+sparse_swa._COMPUTE_SWA_INDICES_AND_LENS_KERNEL = nothing
 compressor_utils._COMPRESSED_SLOT_MAPPING_KERNEL = compressed_slots
 indexer._BUILD_PREFILL_CHUNK_METADATA_KERNEL = prefill_spans
 cpu_mla.DeepseekV4CPUSparseSWAMetadataBuilder.build_tile_scheduler = no_schedules
+layer._refuse_on_cpu = nothing
 deepseek_v4.DeepseekV4ForConditionalGeneration = vl_model.DeepseekV4ForConditionalGeneration
